@@ -1,0 +1,66 @@
+"""Choosing one implementation of an operation, and saying why."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Implementation = Literal["reference", "xla", "tpu", "gpu"]
+
+IMPLEMENTATIONS: tuple[Implementation, ...] = ("reference", "xla", "tpu", "gpu")
+
+
+class UnsupportedImplementationError(ValueError):
+    """The implementation that was named can't run here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The implementation that will run and the reason it was picked."""
+
+    name: Implementation
+    reason: str
+
+
+def choose(
+    operation: str,
+    requested: Implementation | None,
+    candidates: Mapping[Implementation, Callable[[], str | None]],
+) -> Choice:
+    """Picks an implementation of `operation`.
+
+    Args:
+        operation: name used in messages.
+        requested: an implementation by name, or None for the best one that can run.
+        candidates: implementations in order of preference. Each value returns None when that implementation can run
+            for the call at hand, or a sentence saying why it can't.
+
+    Returns:
+        The choice. `reference` is never picked unless it is named: it is a definition, not a way to run a model.
+
+    Raises:
+        UnsupportedImplementationError: `requested` isn't known, or can't run here.
+    """
+    if requested is not None:
+        if requested not in candidates:
+            raise UnsupportedImplementationError(
+                f"{operation}: implementation={requested!r} is not one of {', '.join(map(repr, candidates))}."
+            )
+        obstacle = candidates[requested]()
+        if obstacle is not None:
+            raise UnsupportedImplementationError(f"{operation}: implementation={requested!r} can't run: {obstacle}")
+        return Choice(requested, "named by the caller")
+
+    obstacles: list[str] = []
+    for name, obstacle_of in candidates.items():
+        if name == "reference":
+            continue
+        obstacle = obstacle_of()
+        if obstacle is None:
+            return Choice(name, "; ".join(obstacles) or "first choice")
+        obstacles.append(f"{name}: {obstacle}")
+    raise UnsupportedImplementationError(f"{operation}: nothing can run: {'; '.join(obstacles)}")
+
+
+def always() -> str | None:
+    """The obstacle of an implementation that runs anywhere: none."""
+    return None
