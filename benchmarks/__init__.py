@@ -1,0 +1,1 @@
+"""Benchmarks: one file an area; each prints one table and can write it as JSON."""

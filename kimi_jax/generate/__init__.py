@@ -1,0 +1,1 @@
+"""Turning logits into tokens: the decode loop and sampling."""

@@ -1,0 +1,475 @@
+"""The decoder: embedding, layers, head; prefill, decode and logits as pure functions of parameters."""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from kimi_jax.cache import Cache
+from kimi_jax.config import KimiConfig, LayerKind
+from kimi_jax.layer_scan import LayerIndex, by_layer, plan, walk
+from kimi_jax.modules.attn_res import AttentionResidual, open_block
+from kimi_jax.modules.kda import KimiDeltaAttention
+from kimi_jax.modules.linear import linear
+from kimi_jax.modules.mla import MultiHeadLatentAttention
+from kimi_jax.modules.mlp import MLP
+from kimi_jax.modules.moe import Experts, ExpertStack, MixtureOfExperts
+from kimi_jax.modules.norm import RMSNorm
+from kimi_jax.params import Params, ParamSpec, bind, param, specs_of
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.lightning_indexer import index_scores
+from pallas_kernels.precision import at_least_float32
+
+Tree = Any
+
+
+class Block(nnx.Module):
+    """What every layer has whatever its kind: two input norms and, with Attention Residuals, two mixtures."""
+
+    def __init__(self, config: KimiConfig):
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.input_norm = RMSNorm(width, eps, "input_layernorm.weight")
+        self.post_attention_norm = RMSNorm(width, eps, "post_attention_layernorm.weight")
+        if config.attn_res_block_size is not None:
+            self.attention_residual = AttentionResidual(width, eps, "self_attention_res")
+            self.mlp_residual = AttentionResidual(width, eps, "mlp_res")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rows:
+    """How the tokens of a call lie in their sequences.
+
+    Attributes:
+        positions: [B, T] place of each token among its row's keys; -1 for padding.
+        lengths: [B] valid tokens of each row (they come first), or None when all are valid or `segment_ids` says.
+        segment_ids: [B, T] ids of packed sequences, -1 for padding, or None.
+        num_segments: bound on the sequences of a row, with `segment_ids`.
+    """
+
+    positions: Int[Array, "B T"]
+    lengths: Int[Array, " B"] | None
+    segment_ids: Int[Array, "B T"] | None
+    num_segments: int | None = field(default=None, metadata={"static": True})
+
+
+class Stream(NamedTuple):
+    """What flows from layer to layer.
+
+    Attributes:
+        partial: [B, T, D] residual stream, or with Attention Residuals the current block's partial sum.
+        bank: [blocks, B, T, D] sums of finished blocks (row 0: the embedding), or None without Attention Residuals.
+        cache: state of earlier tokens, or None.
+    """
+
+    partial: Float[Array, "B T D"]
+    bank: Float[Array, "N B T D"] | None
+    cache: Cache | None
+
+
+class Decoder:
+    """One decoder for the whole family; every difference comes from the config.
+
+    Holds descriptions only: `specs` describes the parameters, the methods take them. Weights of equal layers are
+    stacked: `params["kda"]`, `["mla"]`, `["dense"]`, `["moe"]`, `["experts"]` over the layers of that kind, in order,
+    `["blocks"]` over all layers.
+    """
+
+    def __init__(self, config: KimiConfig, implementation: Implementation | None = None):
+        """Describes the model of `config`; `implementation` is passed to every operation (None: each picks)."""
+        self.config = config
+        self.implementation = implementation
+        self.kinds = config.layer_kinds()
+        self.plan = plan(self.kinds)
+        layers_of = {
+            "blocks": tuple(range(len(self.kinds))),
+            "kda": tuple(i for i, kind in enumerate(self.kinds) if kind.mixer == "kda"),
+            "mla": tuple(i for i, kind in enumerate(self.kinds) if kind.mixer == "mla"),
+            "dense": tuple(i for i, kind in enumerate(self.kinds) if kind.ffn == "dense"),
+            "moe": tuple(i for i, kind in enumerate(self.kinds) if kind.ffn == "moe"),
+        }
+        layers_of["experts"] = layers_of["moe"]
+        self.stacks: dict[str, Any] = {
+            "blocks": Block(config),
+            "kda": KimiDeltaAttention(config),
+            "mla": MultiHeadLatentAttention(config),
+            "dense": MLP(config, config.intermediate_size, "mlp"),
+            "moe": MixtureOfExperts(config),
+            "experts": Experts(config),
+        }
+        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, "model.norm.weight")
+        self.specs: Params = {
+            name: jax.tree.map(lambda spec, name=name: spec.stacked(layers_of[name]), specs_of(module))
+            for name, module in self.stacks.items()
+            if layers_of[name]
+        }
+        vocab = (config.vocab_size, config.hidden_size)
+        self.specs["embed"] = _spec(param(vocab, ("vocab", "embed"), "model.embed_tokens.weight"))
+        self.specs["final_norm"] = specs_of(self.final_norm)
+        if not config.tie_word_embeddings:
+            self.specs["head"] = _spec(param(vocab, ("vocab", "embed"), "lm_head.weight"))
+        if config.attn_res_block_size is not None:
+            self.output_residual = AttentionResidual(config.hidden_size, config.rms_norm_eps, "model.output_attn_res")
+            self.specs["output_residual"] = specs_of(self.output_residual)
+
+    # Whole calls
+
+    def logits(
+        self,
+        params: Params,
+        token_ids: Int[Array, "B T"],
+        lengths: Int[Array, " B"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        num_segments: int | None = None,
+    ) -> Float[Array, "B T V"]:
+        """Next-token logits of whole sequences, float32; differentiable in `params`.
+
+        Args:
+            params: tree of arrays as `specs` describes.
+            token_ids: one sequence a row, or packed sequences with `segment_ids`.
+            lengths: valid tokens of each row; logits past them mean nothing.
+            segment_ids: [B, T] non-decreasing ids of packed sequences from 0, -1 for padding at the end.
+            num_segments: static bound on the sequences of a row, needed with `segment_ids`.
+
+        Raises:
+            ValueError: both `lengths` and `segment_ids`, or one of `segment_ids` and `num_segments` alone.
+        """
+        if segment_ids is not None and lengths is not None:
+            raise ValueError("give lengths or segment_ids, not both: padding of packed rows has segment id -1.")
+        if (segment_ids is None) != (num_segments is None):
+            raise ValueError(f"segment_ids and num_segments={num_segments} go together: give both or neither.")
+        rows = _fresh_rows(token_ids, lengths, segment_ids, num_segments)
+        partial, bank = self._differentiable_layers(params, self._embed(params, token_ids), rows)
+        return self._head(params, self._final(params, partial, bank))
+
+    def prefill(
+        self,
+        params: Params,
+        token_ids: Int[Array, "B T"],
+        cache: Cache,
+        lengths: Int[Array, " B"] | None = None,
+        all_logits: bool = False,
+    ) -> tuple[Float[Array, "B *T V"], Cache]:
+        """Runs any number of new tokens on a cache, empty or filled.
+
+        Args:
+            params: tree of arrays.
+            token_ids: new tokens, padded at the end of each row.
+            cache: state of earlier tokens. How full it is is known only on the device, so the caller checks that the
+                new tokens fit; keys of tokens that don't are dropped.
+            lengths: valid new tokens of each row (0 leaves a row as it is); None: all.
+            all_logits: logits of every new token, [B, T, V], in place of each row's last valid one, [B, V].
+
+        Returns:
+            (logits float32, cache with the new tokens).
+
+        Raises:
+            ValueError: more rows or more new tokens than the cache could ever hold.
+        """
+        lengths, rows = _further_rows(token_ids, cache, lengths)
+        stream, cache, _ = self._cached_layers(params, token_ids, rows, cache, capture=False)
+        partial, bank = stream.partial, stream.bank
+        if not all_logits:
+            last = jnp.maximum(lengths - 1, 0)[:, None, None]
+            partial = jnp.take_along_axis(partial, last, axis=1)
+            bank = None if bank is None else jnp.take_along_axis(bank, last[None], axis=2)
+        logits = self._head(params, self._final(params, partial, bank))
+        return (logits if all_logits else logits[:, 0]), cache.advance(lengths)
+
+    def decode(self, params: Params, token_ids: Int[Array, " B"], cache: Cache) -> tuple[Float[Array, "B V"], Cache]:
+        """One new token a row: `prefill` of length one."""
+        return self.prefill(params, token_ids[:, None], cache)
+
+    def trace(
+        self, params: Params, token_ids: Int[Array, "B T"], cache: Cache, lengths: Int[Array, " B"] | None = None
+    ) -> tuple[dict[str, Array], Cache]:
+        """`prefill` that also returns what happened inside, for parity checks and debugging.
+
+        Returns:
+            (a dict with `logits` [B, T, V], `final_hidden` [B, T, D], `layer_out` [layers, B, T, D], `bank`
+            [blocks, B, T, D], `experts` and `expert_weights` [MoE layers, B, T, k], `index_scores`
+            [MLA layers, B, T, S] and `selected` [MLA layers, B, T, top_k], as far as the model has them; cache).
+        """
+        lengths, rows = _further_rows(token_ids, cache, lengths)
+        stream, cache, outputs = self._cached_layers(params, token_ids, rows, cache, capture=True)
+        hidden = self._final(params, stream.partial, stream.bank)
+        found: dict[str, Array | None] = {
+            "logits": self._head(params, hidden),
+            "final_hidden": hidden,
+            "bank": stream.bank,
+        }
+
+        def collect(name: str, keep: Any) -> None:
+            picked = [[run.get(name) for run in segment] for segment in outputs]
+            found[name] = by_layer(self.plan, picked, keep)
+
+        collect("layer_out", lambda kind: True)
+        for name in ("experts", "expert_weights"):
+            collect(name, lambda kind: kind.ffn == "moe")
+        if self.config.dsa is not None:
+            for name in ("index_scores", "selected"):
+                collect(name, lambda kind: kind.mixer == "mla")
+        return {name: value for name, value in found.items() if value is not None}, cache.advance(lengths)
+
+    # Parts
+
+    def _embed(self, params: Params, token_ids: Int[Array, "B T"], dtype: Any = None) -> Float[Array, "B T D"]:
+        rows = params["embed"][token_ids]
+        return rows if dtype is None else rows.astype(dtype)
+
+    def _final(
+        self, params: Params, partial: Float[Array, "B T D"], bank: Float[Array, "N B T D"] | None
+    ) -> Float[Array, "B T D"]:
+        if bank is not None:
+            residual = bind(self.output_residual, params["output_residual"])
+            partial = residual(partial, bank, jnp.int32(bank.shape[0]), self.implementation)
+        return bind(self.final_norm, params["final_norm"])(partial)
+
+    def _head(self, params: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        weight = params["embed"] if self.config.tie_word_embeddings else params["head"]
+        return linear(hidden, weight, out=at_least_float32(hidden))
+
+    def _empty_bank(self, x: Float[Array, "B T D"]) -> Float[Array, "N B T D"] | None:
+        size = self.config.attn_res_block_size
+        return None if size is None else jnp.zeros((-(-len(self.kinds) // size), *x.shape), x.dtype)
+
+    def _weights(self, params: Params, kind: LayerKind, index: LayerIndex) -> Params:
+        """One layer's weights. Experts stay in their stack, addressed by an offset: slicing would copy all of them."""
+        weights = {
+            "block": _at(params["blocks"], index.layer),
+            "mixer": _at(params[kind.mixer], index.mixer),
+            "ffn": _at(params[kind.ffn], index.ffn),
+        }
+        if kind.ffn == "moe":
+            weights["experts"] = params["experts"]
+        return weights
+
+    def _expert_stack(self, experts: Params, offset: Any) -> ExpertStack:
+        def flat(stack: Tree) -> Tree:
+            per_expert = 2 if stack is experts["gate_up"] else 1
+            return jax.tree.map(lambda a: a.reshape(-1, a.shape[-2] * per_expert, a.shape[-1]), stack)
+
+        return ExpertStack(flat(experts["gate_up"]), flat(experts["down"]), offset)
+
+    def _layer(
+        self,
+        kind: LayerKind,
+        index: LayerIndex,
+        weights: Params,
+        expert_offset: Any,
+        stream: Stream,
+        rows: Rows,
+        capture: bool = False,
+    ) -> tuple[Stream, dict[str, Array]]:
+        size = self.config.attn_res_block_size
+        block = bind(self.stacks["blocks"], weights["block"])
+        partial, bank, cache = stream
+        found: dict[str, Array] = {}
+
+        h = partial
+        if size is not None and bank is not None:
+            h = block.attention_residual(partial, bank, (index.layer + size - 1) // size, self.implementation)
+            partial, bank = open_block(partial, bank, index.layer, size)
+        x = block.input_norm(h)
+        mixer = bind(self.stacks[kind.mixer], weights["mixer"])
+        run_mixer = self._kda if kind.mixer == "kda" else self._mla
+        mixed, cache, seen = run_mixer(mixer, index.mixer, x, rows, cache, capture)
+        found |= seen
+        partial = partial + mixed
+
+        h = partial
+        if size is not None:
+            h = block.mlp_residual(partial, bank, index.layer // size + 1, self.implementation)
+        x = block.post_attention_norm(h)
+        ffn = bind(self.stacks[kind.ffn], weights["ffn"])
+        if kind.ffn == "dense":
+            mixed = ffn(x)
+        else:
+            stack = self._expert_stack(weights["experts"], expert_offset)
+            mixed, routing = ffn(x, stack, rows.positions >= 0, self.implementation)
+            if capture:
+                shape = (*rows.positions.shape, -1)
+                found |= {"experts": routing.experts.reshape(shape), "expert_weights": routing.weights.reshape(shape)}
+        partial = partial + mixed
+        if capture:
+            found["layer_out"] = partial
+        return Stream(partial, bank, cache), found
+
+    def _kda(
+        self, mixer: Any, index: Any, x: Array, rows: Rows, cache: Cache | None, capture: bool
+    ) -> tuple[Array, Cache | None, dict[str, Array]]:
+        state = None if cache is None else cache.read_kda(index)
+        out, state = mixer(x, state, rows.lengths, rows.segment_ids, rows.num_segments, self.implementation)
+        return out, None if cache is None else cache.write_kda(index, state), {}
+
+    def _mla(
+        self, mixer: Any, index: Any, x: Array, rows: Rows, cache: Cache | None, capture: bool
+    ) -> tuple[Array, Cache | None, dict[str, Array]]:
+        queries, keys = mixer.project(x)
+        if cache is not None:
+            cache = cache.write_keys(index, keys, rows.positions)
+            keys = cache.read_keys(index)
+        capture = capture and self.config.dsa is not None
+        out, selected = mixer.attend(
+            x,
+            queries,
+            keys,
+            rows.positions,
+            rows.segment_ids,
+            return_indices=capture,
+            implementation=self.implementation,
+        )
+        if not capture:
+            return out, cache, {}
+        scores = index_scores(queries.index_q, keys.index_key, queries.index_w, rows.positions)
+        return out, cache, {"index_scores": scores, "selected": selected}
+
+    # Layers
+
+    def _cached_layers(
+        self, params: Params, token_ids: Int[Array, "B T"], rows: Rows, cache: Cache, capture: bool
+    ) -> tuple[Stream, Cache, list[list[dict[str, Array]]]]:
+        def step(kind: LayerKind, stream: Stream, index: LayerIndex, _: None) -> tuple[Stream, dict[str, Array]]:
+            weights = self._weights(params, kind, index)
+            offset = index.ffn * self.config.moe.num_experts
+            return self._layer(kind, index, weights, offset, stream, rows, capture)
+
+        x = self._embed(params, token_ids, cache.latent.dtype)
+        stream, outputs = walk(self.plan, step, Stream(x, self._empty_bank(x), cache))
+        return stream, stream.cache, outputs
+
+    def _differentiable_layers(
+        self, params: Params, x: Float[Array, "B T D"], rows: Rows
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "N B T D"] | None]:
+        """All layers without a cache, with a reverse mode that keeps one [B, T, D] array a layer.
+
+        The bank only grows, so its last value holds every earlier one: the backward pass recomputes each layer from its
+        saved input and the final bank, and writes weight gradients straight into their stacks. `lax.scan`'s own
+        transpose would keep the bank once a layer, and add a full stack of zeros for every layer's gradient.
+        """
+        layer_params = {name: params[name] for name in self.stacks if name in params}
+
+        def forward(layer_params: Params, x: Array, rows: Rows, keep: bool) -> tuple[tuple, list[list[Tree]]]:
+            def step(kind: LayerKind, stream: Stream, index: LayerIndex, _: None) -> tuple[Stream, Array | None]:
+                weights = self._weights(layer_params, kind, index)
+                offset = index.ffn * self.config.moe.num_experts
+                after = self._layer(kind, index, weights, offset, stream, rows)[0]
+                return after, stream.partial if keep else None
+
+            last, inputs = walk(self.plan, step, Stream(x, self._empty_bank(x), None))
+            return (last.partial, last.bank), inputs
+
+        @jax.custom_vjp
+        def layers(layer_params: Params, x: Array, rows: Rows) -> tuple:
+            return forward(layer_params, x, rows, keep=False)[0]
+
+        def layers_fwd(layer_params: Params, x: Array, rows: Rows) -> tuple[tuple, tuple]:
+            result, inputs = forward(layer_params, x, rows, keep=True)
+            return result, (layer_params, rows, inputs, result[1])
+
+        def layers_bwd(residuals: tuple, cotangents: tuple) -> tuple[Params, Array, None]:
+            layer_params, rows, inputs, bank = residuals
+
+            def step(kind: LayerKind, carry: tuple, index: LayerIndex, partial: Array) -> tuple[tuple, None]:
+                d_partial, d_bank, grads = carry
+                weights = self._weights(layer_params, kind, index)
+                if kind.ffn == "moe":
+                    weights["experts"] = _at(layer_params["experts"], index.ffn)
+                inexact, rebuild = _split_inexact(weights)
+
+                def run(inexact: list[Array], partial: Array, bank: Array | None) -> tuple:
+                    stream, _ = self._layer(kind, index, rebuild(inexact), 0, Stream(partial, bank, None), rows)
+                    return stream.partial, stream.bank
+
+                _, pullback = jax.vjp(run, inexact, partial, bank)
+                d_weights, d_partial, d_bank = pullback((d_partial, d_bank))
+                found = rebuild(d_weights, fill=jnp.zeros(()))
+                for name, part, place in (
+                    ("blocks", "block", index.layer),
+                    (kind.mixer, "mixer", index.mixer),
+                    (kind.ffn, "ffn", index.ffn),
+                    ("experts", "experts", index.ffn),
+                ):
+                    if part in found:
+                        grads = grads | {name: _put(grads[name], found[part], place)}
+                return (d_partial, d_bank, grads), None
+
+            zeros = jax.tree.map(_gradient_like, layer_params)
+            (d_x, _, grads), _ = walk(self.plan, step, (*cotangents, zeros), inputs, reverse=True)
+            return jax.tree.map(_tangent, layer_params, grads), d_x, None
+
+        layers.defvjp(layers_fwd, layers_bwd)
+        return layers(layer_params, x, rows)
+
+
+def _spec(declared: nnx.Param) -> ParamSpec:
+    return declared.get_value()
+
+
+def _fresh_rows(
+    token_ids: Int[Array, "B T"],
+    lengths: Int[Array, " B"] | None,
+    segment_ids: Int[Array, "B T"] | None,
+    num_segments: int | None,
+) -> Rows:
+    steps = jnp.arange(token_ids.shape[1], dtype=jnp.int32)
+    valid = jnp.ones(token_ids.shape, bool)
+    if segment_ids is not None:
+        valid = segment_ids >= 0
+    elif lengths is not None:
+        valid = steps < lengths[:, None]
+    return Rows(jnp.where(valid, steps, -1), lengths, segment_ids, num_segments)
+
+
+def _further_rows(
+    token_ids: Int[Array, "B T"], cache: Cache, lengths: Int[Array, " B"] | None
+) -> tuple[Int[Array, " B"], Rows]:
+    batch, tokens = token_ids.shape
+    if batch != cache.batch:
+        raise ValueError(f"token_ids has {batch} rows, the cache {cache.batch}: they must be equal.")
+    if tokens > cache.capacity:
+        raise ValueError(f"{tokens} new tokens a row don't fit a cache of capacity {cache.capacity}.")
+    lengths = jnp.full(batch, tokens, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
+    return lengths, Rows(cache.positions(lengths, tokens), lengths, None)
+
+
+def _at(stack: Tree, index: Any) -> Tree:
+    return jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, index, keepdims=False), stack)
+
+
+# Weights that are packed codes (MXFP4) have no gradient: in trees of gradients a scalar stands in their place.
+
+
+def _is_inexact(leaf: Array) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def _split_inexact(tree: Tree) -> tuple[list[Array], Any]:
+    """The float leaves of a tree, and a function that puts replacements (and `fill` for the others) back."""
+    leaves, treedef = jax.tree.flatten(tree)
+
+    def rebuild(inexact: list[Array], fill: Array | None = None) -> Tree:
+        replacements = iter(inexact)
+        rest = [next(replacements) if _is_inexact(leaf) else (leaf if fill is None else fill) for leaf in leaves]
+        return jax.tree.unflatten(treedef, rest)
+
+    return [leaf for leaf in leaves if _is_inexact(leaf)], rebuild
+
+
+def _gradient_like(leaf: Array) -> Array:
+    return jnp.zeros_like(leaf) if _is_inexact(leaf) else jnp.zeros(())
+
+
+def _put(stack: Tree, gradient: Tree, index: Any) -> Tree:
+    def put(a: Array, g: Array) -> Array:
+        return a if a.ndim == 0 else jax.lax.dynamic_update_index_in_dim(a, g.astype(a.dtype), index, axis=0)
+
+    return jax.tree.map(put, stack, gradient)
+
+
+def _tangent(leaf: Array, gradient: Array) -> Any:
+    return gradient if _is_inexact(leaf) else np.zeros(leaf.shape, jax.dtypes.float0)

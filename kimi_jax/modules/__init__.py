@@ -1,0 +1,1 @@
+"""Building blocks of the decoder, one file a block; each describes its parameters and is pure once arrays are bound."""

@@ -1,0 +1,46 @@
+"""Block Attention Residuals: what a sublayer reads instead of an additive residual stream (arXiv 2603.15031)."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from kimi_jax.params import param
+from pallas_kernels.attn_res import attn_res
+from pallas_kernels.dispatch import Implementation
+
+
+class AttentionResidual(nnx.Module):
+    """A learned mixture over the bank of block sums and the current partial sum."""
+
+    def __init__(self, width: int, eps: float, name: str):
+        self.eps = eps
+        self.query = param((width,), (None,), f"{name}_proj.weight", adapt="vector")
+        self.norm = param((width,), (None,), f"{name}_norm.weight", init="ones")
+
+    def __call__(
+        self,
+        partial: Float[Array, "B T D"],
+        bank: Float[Array, "N B T D"],
+        num_rows: Int[Array, ""],
+        implementation: Implementation | None = None,
+    ) -> Float[Array, "B T D"]:
+        """The mixture of bank rows 0..num_rows-1 and the partial sum."""
+        return attn_res(
+            partial, bank, num_rows, self.query[...], self.norm[...], eps=self.eps, implementation=implementation
+        )
+
+
+def open_block(
+    partial: Float[Array, "B T D"], bank: Float[Array, "N B T D"], layer: Int[Array, ""], block_size: int
+) -> tuple[Float[Array, "B T D"], Float[Array, "N B T D"]]:
+    """Where `layer` starts a block: banks the partial sum and clears it; elsewhere: leaves both as they are.
+
+    Row layer // block_size is written in either case (with its old content when no block starts), so that the update
+    stays in place inside a scan.
+    """
+    starts = layer % block_size == 0
+    row = layer // block_size
+    old = jax.lax.dynamic_index_in_dim(bank, row, keepdims=False)
+    bank = jax.lax.dynamic_update_index_in_dim(bank, jnp.where(starts, partial, old), row, axis=0)
+    return jnp.where(starts, jnp.zeros_like(partial), partial), bank

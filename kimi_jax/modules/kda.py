@@ -1,0 +1,130 @@
+"""Kimi Delta Attention: projections, short convolution, decay gate, recurrence, gated output norm."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from kimi_jax.config import KimiConfig
+from kimi_jax.modules.linear import linear
+from kimi_jax.params import param
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.kda import gate, kda, l2_normalize
+from pallas_kernels.precision import at_least_float32
+from pallas_kernels.short_conv import short_conv
+
+
+class KdaState(NamedTuple):
+    """What one KDA layer keeps between calls.
+
+    Attributes:
+        state: [B, H, K, V], float32, key channels first.
+        conv_tail: [B, W-1, 3·P], the last inputs of the convolution (q, k and v projections), oldest first.
+    """
+
+    state: Float[Array, "B H K V"]
+    conv_tail: Float[Array, "B W X"]
+
+
+class KimiDeltaAttention(nnx.Module):
+    """One KDA layer (arXiv 2510.26692); x is already normalised by the layer's input norm."""
+
+    def __init__(self, config: KimiConfig):
+        self.config = config
+        hidden, heads, width = config.hidden_size, config.kda.num_heads, config.kda.head_dim
+        projection, taps = heads * width, config.kda.conv_kernel_size
+        self.qkv = param(
+            (3, projection, hidden),
+            (None, "heads", "embed"),
+            *(f"self_attn.{name}_proj.weight" for name in "qkv"),
+        )
+        self.conv = param(
+            (3, projection, taps),
+            (None, "heads", None),
+            *(f"self_attn.{name}_conv1d.weight" for name in "qkv"),
+            float32=True,
+            adapt="conv",
+        )
+        self.decay_down = param((width, hidden), (None, "embed"), "self_attn.f_a_proj.weight")
+        self.decay_up = param((projection, width), ("heads", None), "self_attn.f_b_proj.weight")
+        self.A_log = param((heads,), ("heads",), "self_attn.A_log", float32=True, init="decay", adapt="narrow")
+        self.dt_bias = param(
+            (heads, width), ("heads", None), "self_attn.dt_bias", float32=True, init="dt_bias", adapt="heads"
+        )
+        self.beta = param((heads, hidden), ("heads", "embed"), "self_attn.b_proj.weight")
+        if config.kda.full_rank_gate:
+            self.output_gate = param((projection, hidden), ("heads", "embed"), "self_attn.g_proj.weight")
+        else:
+            self.output_gate_down = param((width, hidden), (None, "embed"), "self_attn.g_a_proj.weight")
+            self.output_gate_up = param((projection, width), ("heads", None), "self_attn.g_b_proj.weight")
+        self.output_norm = param((width,), (None,), "self_attn.o_norm.weight", float32=True, init="ones")
+        self.output = param((hidden, projection), ("embed", "heads"), "self_attn.o_proj.weight")
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        state: KdaState | None,
+        lengths: Int[Array, " B"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        num_segments: int | None = None,
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B T D"], KdaState]:
+        """Runs T new tokens on `state` (None: a fresh one).
+
+        Args:
+            x: normalised layer input.
+            state: what the layer kept from earlier tokens of the same rows.
+            lengths: valid tokens of each row; None: all T.
+            segment_ids: ids of packed sequences, below `num_segments`; each starts from a fresh state.
+            num_segments: bound on the sequences of a row, with `segment_ids`.
+            implementation: of the operations; None picks.
+
+        Returns:
+            (output, state after each row's last valid token). With `segment_ids` the state belongs to no single
+            sequence and must not be used.
+        """
+        batch, tokens, hidden = x.shape
+        heads, width = self.config.kda.num_heads, self.config.kda.head_dim
+        projected = linear(x, self.qkv[...].reshape(-1, hidden))
+        mixed, tail = short_conv(
+            projected,
+            self.conv[...].reshape(projected.shape[-1], -1),
+            tail=None if state is None else state.conv_tail,
+            lengths=lengths,
+            segment_ids=segment_ids,
+            implementation=implementation,
+        )
+        q, k, v = (mixed.reshape(batch, tokens, 3, heads, width)[:, :, i] for i in range(3))
+        raw_decay = linear(linear(x, self.decay_down[...]), self.decay_up[...]).reshape(batch, tokens, heads, width)
+        bound = self.config.kda.gate_lower_bound
+        result = kda(
+            l2_normalize(q),
+            l2_normalize(k),
+            v,
+            gate(raw_decay, self.A_log[...], self.dt_bias[...], bound),
+            jax.nn.sigmoid(linear(x, self.beta[...]).astype(at_least_float32(x))),
+            initial_state=None if state is None else state.state,
+            lengths=lengths,
+            segment_ids=segment_ids,
+            num_segments=num_segments,
+            gate_lower_bound=bound,
+            implementation=implementation,
+        )
+        gated = self._gated_norm(result.o, self._output_gate(x).reshape(batch, tokens, heads, width))
+        out = linear(gated.reshape(batch, tokens, heads * width), self.output[...])
+        return out, KdaState(result.final_state, tail)
+
+    def _output_gate(self, x: Float[Array, "B T D"]) -> Float[Array, "B T P"]:
+        if self.config.kda.full_rank_gate:
+            return linear(x, self.output_gate[...])
+        return linear(linear(x, self.output_gate_down[...]), self.output_gate_up[...])
+
+    def _gated_norm(self, o: Float[Array, "B T H V"], logits: Float[Array, "B T H V"]) -> Float[Array, "B T H V"]:
+        """(o · rsqrt(mean o² + eps) · w) · σ(logits), all in float32, one cast at the end."""
+        dtype = at_least_float32(o)
+        wide = o.astype(dtype)
+        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.config.rms_norm_eps)
+        weighted = normed * self.output_norm[...].astype(dtype)
+        return (weighted * jax.nn.sigmoid(logits.astype(dtype))).astype(logits.dtype)

@@ -1,0 +1,164 @@
+"""Mixture of experts: router, routed experts through the grouped matmul, latent width, shared experts."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from kimi_jax.config import KimiConfig, MoeConfig
+from kimi_jax.modules.linear import linear
+from kimi_jax.modules.mlp import MLP, GatedActivation
+from kimi_jax.modules.norm import RMSNorm
+from kimi_jax.params import param
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.mxfp4 import Mxfp4
+from pallas_kernels.precision import at_least_float32, einsum
+
+
+class Routing(NamedTuple):
+    """The experts of every token and their weights, both [M, k]."""
+
+    experts: Int[Array, "M k"]
+    weights: Float[Array, "M k"]
+
+
+class ExpertStack(NamedTuple):
+    """Routed experts of one or of all layers.
+
+    Attributes:
+        gate_up: [G, 2·F, D], each expert's gate rows, then its up rows.
+        down: [G, D, F].
+        offset: group of the first expert of the layer that is being run.
+    """
+
+    gate_up: Float[Array, "G F D"] | Mxfp4
+    down: Float[Array, "G D F"] | Mxfp4
+    offset: Int[Array, ""] | int
+
+
+def route(scores: Float[Array, "M E"], correction_bias: Float[Array, " E"], config: MoeConfig) -> Routing:
+    """Chooses experts by biased scores and weighs them by unbiased ones.
+
+    Weights are s / (Σ s + 1e-20) · routed_scaling_factor over the chosen experts. Ties go to the lower expert index.
+    Groups of experts are considered only when there are more of them than may be used, which no Kimi model has.
+
+    Args:
+        scores: σ of the router logits, float32.
+        correction_bias: float32; moves the selection only (unless `config.biased_weights`).
+        config: expert counts and scaling.
+    """
+    tokens, num_experts = scores.shape
+    biased = scores + correction_bias.astype(scores.dtype)
+    selectable = biased
+    if config.num_expert_group > 1 and config.num_expert_group > config.topk_group:
+        grouped = biased.reshape(tokens, config.num_expert_group, -1)
+        group_scores = jax.lax.top_k(grouped, 2)[0].sum(-1)
+        _, best = jax.lax.top_k(group_scores, config.topk_group)
+        allowed = jnp.zeros(group_scores.shape, bool).at[jnp.arange(tokens)[:, None], best].set(True)
+        selectable = jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(tokens, num_experts)
+    _, experts = jax.lax.top_k(selectable, config.num_experts_per_token)
+    weights = jnp.take_along_axis(biased if config.biased_weights else scores, experts, axis=-1)
+    if config.renormalize:
+        weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+    return Routing(experts, weights * config.routed_scaling_factor)
+
+
+def run_experts(
+    x: Float[Array, "M D"],
+    routing: Routing,
+    valid: Bool[Array, " M"],
+    stack: ExpertStack,
+    num_experts: int,
+    activation: GatedActivation,
+    implementation: Implementation | None = None,
+) -> Float[Array, "M D"]:
+    """Σ_e w_e · E_e(x) over each token's experts, summed in float32; rows that aren't valid come back 0.
+
+    Assignments are sorted by expert, run as two grouped products, and put back in place, so each token's sum runs over
+    its experts in one fixed order whatever else is in the batch. Tokens that aren't valid come after the last group.
+    """
+    tokens, per_token = routing.experts.shape
+    expert_of = jnp.where(valid[:, None], routing.experts, num_experts).reshape(-1)
+    order = jnp.argsort(expert_of, stable=True)
+    group_sizes = jnp.bincount(expert_of, length=num_experts)
+    rows = x[order // per_token]
+    hidden = grouped_matmul(rows, stack.gate_up, group_sizes, group_offset=stack.offset, implementation=implementation)
+    width = hidden.shape[-1] // 2
+    inner = activation(hidden[:, :width], hidden[:, width:])
+    outputs = grouped_matmul(inner, stack.down, group_sizes, group_offset=stack.offset, implementation=implementation)
+    place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype))
+    by_token = outputs[place].reshape(tokens, per_token, -1)
+    weights = jnp.where(valid[:, None], routing.weights, 0)
+    return einsum("mkd,mk->md", by_token.astype(weights.dtype), weights, out=x.dtype)
+
+
+class Experts(nnx.Module):
+    """Descriptions of a layer's routed experts (w1 gate, w3 up, w2 down); they're run through `run_experts`."""
+
+    def __init__(self, config: KimiConfig):
+        moe = config.moe
+        width = moe.latent_size or config.hidden_size
+        name = "block_sparse_moe.experts.{expert}"
+        self.gate_up = param(
+            (moe.num_experts, 2, moe.intermediate_size, width),
+            ("experts", None, "expert_mlp", "expert_embed"),
+            f"{name}.w1.weight",
+            f"{name}.w3.weight",
+        )
+        self.down = param(
+            (moe.num_experts, width, moe.intermediate_size),
+            ("experts", "expert_embed", "expert_mlp"),
+            f"{name}.w2.weight",
+        )
+
+
+class MixtureOfExperts(nnx.Module):
+    """Router, latent projections and shared experts of one layer; the routed experts come as an argument."""
+
+    def __init__(self, config: KimiConfig):
+        self.config = config
+        self.activation = GatedActivation.of(config)
+        moe, hidden, name = config.moe, config.hidden_size, "block_sparse_moe"
+        self.router = param((moe.num_experts, hidden), (None, "embed"), f"{name}.gate.weight")
+        self.correction_bias = param(
+            (moe.num_experts,), (None,), f"{name}.gate.e_score_correction_bias", float32=True, init="zeros"
+        )
+        if moe.latent_size is not None:
+            self.latent_down = param(
+                (moe.latent_size, hidden), (None, "embed"), f"{name}.routed_expert_down_proj.weight"
+            )
+            self.latent_up = param((hidden, moe.latent_size), ("embed", None), f"{name}.routed_expert_up_proj.weight")
+            if moe.latent_norm:
+                self.latent_norm = RMSNorm(moe.latent_size, config.rms_norm_eps, f"{name}.routed_expert_norm.weight")
+        if moe.num_shared_experts:
+            self.shared = MLP(config, moe.num_shared_experts * moe.intermediate_size, f"{name}.shared_experts")
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        experts: ExpertStack,
+        valid: Bool[Array, "B T"],
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B T D"], Routing]:
+        """Returns the block's output and the routing (B·T rows).
+
+        The router reads the full-width input in float32. With a latent width the experts run on a down-projection and
+        their weighted sum is normalised once before the up-projection. Padding contributes nothing.
+        """
+        moe = self.config.moe
+        rows = x.reshape(-1, x.shape[-1])
+        dtype = at_least_float32(x)
+        logits = einsum("md,ed->me", rows.astype(dtype), self.router[...].astype(dtype))
+        routing = route(jax.nn.sigmoid(logits), self.correction_bias[...], moe)
+
+        inner = rows if moe.latent_size is None else linear(rows, self.latent_down[...])
+        mixed = run_experts(
+            inner, routing, valid.reshape(-1), experts, moe.num_experts, self.activation, implementation
+        )
+        if moe.latent_size is not None:
+            mixed = linear(self.latent_norm(mixed) if moe.latent_norm else mixed, self.latent_up[...])
+        mixed = mixed.reshape(x.shape)
+        return (mixed + self.shared(x) if moe.num_shared_experts else mixed), routing
