@@ -34,7 +34,7 @@ class Cache:
     kda_state: Float[Array, "Lk B H K V"]
     conv_tail: Float[Array, "Lk B W X"]
     latent: Float[Array, "Lm B S L"]
-    index_key: Float[Array, "Lm B S K"] | None
+    index_key: Float[Array, "Lm B S KI"] | None
 
     @staticmethod
     def allocate(config: KimiConfig, batch: int, capacity: int, dtype: DTypeLike = jnp.bfloat16) -> "Cache":

@@ -129,8 +129,14 @@ def _scan(body: Callable, carry: Tree, xs: Tree, length: int, reverse: bool) -> 
     """`lax.scan`, without a loop around a single step."""
     if length > 1:
         return jax.lax.scan(body, carry, xs, length=length, reverse=reverse)
-    carry, y = body(carry, jax.tree.map(lambda x: x[0], xs))
+    carry, y = body(carry, jax.tree.map(_first, xs))
     return carry, jax.tree.map(lambda a: a[None], y)
+
+
+def _first(x: Any) -> Any:
+    # A layer outside of any loop has a plain number for an index, so that its weights are sliced statically.
+    first = x[0]
+    return first.item() if isinstance(first, np.generic) else first
 
 
 def by_layer(segments: Sequence[Segment], outputs: list[list[Tree]], keep: Callable[[LayerKind], bool]) -> Tree:

@@ -22,7 +22,7 @@ class AttentionResidual(nnx.Module):
         self,
         partial: Float[Array, "B T D"],
         bank: Float[Array, "N B T D"],
-        num_rows: Int[Array, ""],
+        num_rows: Int[Array, ""] | int,
         implementation: Implementation | None = None,
     ) -> Float[Array, "B T D"]:
         """The mixture of bank rows 0..num_rows-1 and the partial sum."""
@@ -32,7 +32,7 @@ class AttentionResidual(nnx.Module):
 
 
 def open_block(
-    partial: Float[Array, "B T D"], bank: Float[Array, "N B T D"], layer: Int[Array, ""], block_size: int
+    partial: Float[Array, "B T D"], bank: Float[Array, "N B T D"], layer: Int[Array, ""] | int, block_size: int
 ) -> tuple[Float[Array, "B T D"], Float[Array, "N B T D"]]:
     """Where `layer` starts a block: banks the partial sum and clears it; elsewhere: leaves both as they are.
 
