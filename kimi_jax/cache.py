@@ -4,7 +4,7 @@ This is the contiguous form: every row of the batch owns `capacity` places. All 
 methods, so a paged form can stand behind the same calls.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,11 @@ from jaxtyping import Array, Float, Int
 from kimi_jax.config import KimiConfig
 from kimi_jax.modules.kda import KdaState
 from kimi_jax.modules.mla import MlaKeys
+from kimi_jax.pytree import pytree
 from pallas_kernels.precision import at_least_float32
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@pytree
 class Cache:
     """State of a batch of sequences between calls.
 

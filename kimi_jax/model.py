@@ -1,6 +1,6 @@
 """The decoder: embedding, layers, head; prefill, decode and logits as pure functions of parameters."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +20,7 @@ from kimi_jax.modules.mlp import MLP
 from kimi_jax.modules.moe import Experts, ExpertStack, MixtureOfExperts
 from kimi_jax.modules.norm import RMSNorm
 from kimi_jax.params import Params, ParamSpec, bind, param, specs_of
+from kimi_jax.pytree import pytree
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.lightning_indexer import index_scores
 from pallas_kernels.precision import at_least_float32
@@ -39,8 +40,7 @@ class Block(nnx.Module):
             self.mlp_residual = AttentionResidual(width, eps, "mlp_res")
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@pytree
 class Rows:
     """How the tokens of a call lie in their sequences.
 

@@ -31,9 +31,9 @@ def k31_of_depth(depth: int) -> KimiConfig:
     return KimiConfig.from_dict(base)
 
 
-def shapes(decoder: Decoder, dtype: jnp.dtype = jnp.dtype("float32")):
+def shapes(decoder: Decoder):
     def shape(spec: ParamSpec) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(spec.shape, jnp.float32 if spec.float32 else dtype)
+        return jax.ShapeDtypeStruct(spec.shape, jnp.float32)
 
     return jax.tree.map(shape, decoder.specs, is_leaf=is_spec)
 

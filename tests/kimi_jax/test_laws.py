@@ -51,7 +51,8 @@ def test_row_ignores_its_neighbours(family: str) -> None:
     other = ids.copy()
     other[1] = prompts(family, 1)[1]
     np.testing.assert_array_equal(logits(family, ids)[0], logits(family, other)[0])
-    np.testing.assert_array_equal(logits(family, ids)[0], logits(family, ids[::-1])[1])
+    # Another place in the batch may move low bits: a matrix product treats its last rows apart.
+    np.testing.assert_allclose(logits(family, ids)[0], logits(family, ids[::-1])[1], rtol=0, atol=1e-5)
 
 
 def test_row_ignores_padding(family: str) -> None:
