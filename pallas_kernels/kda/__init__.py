@@ -1,0 +1,194 @@
+"""Kimi Delta Attention: linear attention with a state per head, a decay per key channel and the delta rule."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.dispatch import Implementation, always, choose
+from pallas_kernels.kda import reference, xla
+from pallas_kernels.kda.gate import gate, l2_normalize
+from pallas_kernels.kda.xla import RUN, ChunkScan
+from pallas_kernels.precision import at_least_float32
+
+__all__ = ["ChunkScan", "KdaOutput", "gate", "kda", "l2_normalize"]
+
+
+class KdaOutput(NamedTuple):
+    """Result of `kda`.
+
+    Attributes:
+        o: [B, T, H, V] in the dtype of v; 0 at padding.
+        final_state: [B, H, K, V], or [B, N, H, K, V] with num_segments; float32 or better.
+        states: [B, M, H, K, V] at state_positions, None without them.
+    """
+
+    o: Float[Array, "B T H V"]
+    final_state: Float[Array, "B H K V"] | Float[Array, "B N H K V"]
+    states: Float[Array, "B M H K V"] | None
+
+
+def kda(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    g: Float[Array, "B T H K"],
+    beta: Float[Array, "B T H"],
+    *,
+    initial_state: Float[Array, "B H K V"] | Float[Array, "B N H K V"] | None = None,
+    lengths: Int[Array, "B"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    num_segments: int | None = None,
+    state_positions: Int[Array, "B M"] | None = None,
+    scale: float | None = None,
+    gate_lower_bound: float | None = None,
+    chunk_size: int | None = None,
+    chunk_scan: ChunkScan = "sequential",
+    implementation: Implementation | None = None,
+) -> KdaOutput:
+    """Runs the gated delta rule over T tokens.
+
+    Per head, with a state S of K x V, in this order for every token:
+
+        S' = diag(exp g_t) S,    u_t = β_t (v_t - S'ᵀ k_t),    S = S' + k_t u_tᵀ,    o_t = scale · Sᵀ q_t.
+
+    Everything inside is float32, or float64 if an argument is. Differentiable in every float argument. Within one
+    compiled shape a token changes no bit of an earlier token's output, and a row no bit of another row's.
+
+    A row is one sequence, whose first `lengths` tokens count; or with `segment_ids` several sequences, one after the
+    other. Padding may hold anything, NaN too: it changes no state, its o is 0 and its gradient is 0.
+
+    Source: Kimi Linear report (arXiv 2510.26692).
+
+    Args:
+        q: queries, already L2-normalised, not scaled.
+        k: keys, already L2-normalised.
+        v: values.
+        g: log decay, finite and <= 0 (`gate` computes it), float32 or better: bfloat16 would round slow decays to none.
+        beta: strength of the write, in (0, 1), float32 or better.
+        initial_state: the state before the first token, one a sequence. None: zeros.
+        lengths: tokens of each row that count, 0 to T. None: all. Not with segment_ids.
+        segment_ids: ids that don't decrease along a row, in [0, num_segments), then -1 for padding.
+        num_segments: N >= 1, how many states to keep per row; a sequence without tokens ends where it began. None, with
+            segment_ids, says that no state is needed: every sequence starts from zeros, final_state is that of the
+            row's last one, and the cost doesn't depend on the number of sequences. This is the form for training.
+        state_positions: numbers of tokens, 0 to the row's length, after which to report the state; the larger ones are
+            taken as the length. In any order. Not with segment_ids. Each costs up to a chunk.
+        scale: of q; None: K^(-1/2).
+        gate_lower_bound: a promise that g >= this bound, negative. From -5.5 up it makes `xla` faster; a g below the
+            promised bound gives wrong results.
+        chunk_size: tokens a chunk, a multiple of 16. None: 64, or less for short sequences.
+        chunk_scan: how `xla` passes from chunk to chunk: one after the other ("sequential"), a few parts of the
+            sequence side by side ("segments"), or as a tree over all chunks ("associative", which keeps a K x K matrix
+            for each of them). The last two are for few heads and long sequences; the results differ by rounding.
+        implementation: None takes the best that can run.
+
+    Returns:
+        KdaOutput(o, final_state, states).
+
+    Raises:
+        ValueError: sizes that don't fit, or arguments that contradict each other.
+        TypeError: dtypes that don't fit.
+        UnsupportedImplementationError: the implementation named can't run.
+    """
+    _check(q, k, v, g, beta, initial_state, lengths, segment_ids, num_segments, state_positions)
+    if scale is not None and not scale > 0:
+        raise ValueError(f"kda: scale is {scale}; it must be positive, or None for K^(-1/2).")
+    if gate_lower_bound is not None and not gate_lower_bound < 0:
+        raise ValueError(
+            f"kda: gate_lower_bound is {gate_lower_bound}; it must be negative, or None if the gate has no bound."
+        )
+    if chunk_size is not None and (chunk_size <= 0 or chunk_size % RUN):
+        raise ValueError(f"kda: chunk_size is {chunk_size}; it must be a positive multiple of {RUN}.")
+    if chunk_scan not in ("sequential", "segments", "associative"):
+        raise ValueError(f"kda: chunk_scan is {chunk_scan!r}; it must be 'sequential', 'segments' or 'associative'.")
+    choice = choose(
+        "kda",
+        implementation,
+        {
+            "tpu": lambda: "kda has no TPU kernel yet.",
+            "gpu": lambda: "kda has no GPU kernel yet.",
+            "xla": always,
+            "reference": always,
+        },
+    )
+    if initial_state is not None:
+        initial_state = initial_state.astype(at_least_float32(q, k, v, g, beta, initial_state))
+    arguments = {
+        "initial_state": initial_state,
+        "lengths": lengths,
+        "segment_ids": segment_ids,
+        "num_segments": num_segments,
+        "state_positions": state_positions,
+        "scale": q.shape[-1] ** -0.5 if scale is None else scale,
+    }
+    if choice.name == "reference":
+        return KdaOutput(*reference.kda(q, k, v, g, beta, **arguments))
+    return KdaOutput(
+        *xla.kda(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            **arguments,
+            gate_lower_bound=gate_lower_bound,
+            chunk_size=chunk_size,
+            chunk_scan=chunk_scan,
+        )
+    )
+
+
+def _check(
+    q: Array,
+    k: Array,
+    v: Array,
+    g: Array,
+    beta: Array,
+    initial_state: Array | None,
+    lengths: Array | None,
+    segment_ids: Array | None,
+    num_segments: int | None,
+    state_positions: Array | None,
+) -> None:
+    if q.ndim != 4 or 0 in q.shape:
+        raise ValueError(f"kda: q has shape {q.shape}; it must be [B, T, H, K] with no size 0.")
+    batch, length, heads, width = q.shape
+    if v.ndim != 4 or v.shape[:3] != q.shape[:3] or v.shape[3] == 0:
+        raise ValueError(f"kda: v has shape {v.shape}; it must be ({batch}, {length}, {heads}, V).")
+    if segment_ids is None and num_segments is not None:
+        raise ValueError(f"kda: num_segments is {num_segments}, but there are no segment_ids for it to count.")
+    if segment_ids is not None:
+        if num_segments is not None and num_segments < 1:
+            raise ValueError(f"kda: num_segments is {num_segments}; it must be at least 1, or None.")
+        if num_segments is None and initial_state is not None:
+            raise ValueError("kda: initial_state with segment_ids needs num_segments, one state for each sequence.")
+        if lengths is not None:
+            raise ValueError("kda: lengths can't be given with segment_ids; mark the padding with -1 there.")
+        if state_positions is not None:
+            raise ValueError("kda: state_positions can't be given with segment_ids; only final_state can.")
+
+    sequences = () if num_segments is None else (num_segments,)
+    expected = {
+        "k": (k, q.shape),
+        "g": (g, q.shape),
+        "beta": (beta, q.shape[:3]),
+        "initial_state": (initial_state, (batch, *sequences, heads, width, v.shape[3])),
+        "lengths": (lengths, (batch,)),
+        "segment_ids": (segment_ids, (batch, length)),
+    }
+    for name, (x, shape) in expected.items():
+        if x is not None and x.shape != shape:
+            raise ValueError(f"kda: {name} has shape {x.shape}; it must be {shape}.")
+    if state_positions is not None and (state_positions.ndim != 2 or state_positions.shape[0] != batch):
+        raise ValueError(f"kda: state_positions has shape {state_positions.shape}; it must be ({batch}, M).")
+
+    for name, x in {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": initial_state}.items():
+        if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"kda: {name} has dtype {x.dtype}; it must be a floating point type.")
+    for name, x in {"g": g, "beta": beta}.items():
+        if jnp.finfo(x.dtype).bits < 32:
+            raise TypeError(f"kda: {name} has dtype {x.dtype}; it must be float32 or float64.")
+    for name, x in {"lengths": lengths, "segment_ids": segment_ids, "state_positions": state_positions}.items():
+        if x is not None and not jnp.issubdtype(x.dtype, jnp.integer):
+            raise TypeError(f"kda: {name} has dtype {x.dtype}; it must be an integer type.")
