@@ -71,7 +71,8 @@ def kda(
         segment_ids: ids that don't decrease along a row, in [0, num_segments), then -1 for padding.
         num_segments: N >= 1, how many states to keep per row; a sequence without tokens ends where it began. None, with
             segment_ids, says that no state is needed: every sequence starts from zeros, final_state is that of the
-            row's last one, and the cost doesn't depend on the number of sequences. This is the form for training.
+            row's last one, and the cost doesn't depend on the number of sequences. This is the form for training; a NaN
+            in a sequence reaches the ones after it there, but not with num_segments.
         state_positions: numbers of tokens, 0 to the row's length, after which to report the state; the larger ones are
             taken as the length. In any order. Not with segment_ids. Each costs up to a chunk.
         scale: of q; None: K^(-1/2).

@@ -147,7 +147,7 @@ def kda(
 
     valid = None
     if segment_ids is not None:
-        # No state is asked for at the boundaries: a decay to nothing separates the sequences well enough.
+        # No state is asked for at the boundaries, so that a decay to nothing is all it takes to separate the sequences.
         valid = segment_ids >= 0
         begins = jnp.diff(segment_ids, axis=1, prepend=-1) != 0
         tokens = tokens._replace(g=jnp.where(begins[..., None, None], FORGET, g))
@@ -235,7 +235,9 @@ def _all_chunks(
 
     def step(carry: Any, xs: Any) -> Any:
         (state, states), (tokens, valid, pieces) = carry, xs
-        restarts = _Restart(pieces.first, starts[rows, pieces.number]) if restart else None
+        restarts = None
+        if restart:
+            restarts = _Restart(pieces.first, starts.at[rows, pieces.number].get(mode="clip"))
         o, left, state = advance(state, tokens, valid, restarts)
         if pieces is not None:
             # Only a piece's last chunk stores its state. Places out of bounds are dropped, but have to differ.
@@ -387,8 +389,8 @@ def _join(a: _Run, b: _Run) -> _Run:
 def _unit_lower_inverse(lower: jax.Array) -> jax.Array:
     """(I + lower)^-1 by block substitution: [[A, 0], [L, B]]^-1 = [[A^-1, 0], [-B^-1 L A^-1, B^-1]].
 
-    Its entries are at most 1, as products of contractions between two keys, so nothing cancels. XLA's triangular solve
-    is no choice: on CPU two batched solves that run at the same time can wait for each other forever.
+    Its entries are at most 1, being products of contractions between two keys of length 1, so little cancels. XLA's
+    triangular solve is no choice: on CPU two batched solves that run at the same time can wait for each other forever.
     """
     n = lower.shape[-1]
     inverse = jnp.ones((*lower.shape[:-2], n, 1, 1), lower.dtype)
