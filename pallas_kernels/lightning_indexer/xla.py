@@ -1,0 +1,85 @@
+"""The lightning indexer in plain JAX: scores of a block of queries at a time, selection without sorting."""
+
+from functools import partial
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.lightning_indexer.blocks import in_blocks, plan
+from pallas_kernels.lightning_indexer.select import score_keys, select_block, selected_indices
+from pallas_kernels.lightning_indexer.visibility import Visibility
+from pallas_kernels.precision import at_least_float32
+
+SCORE_TILE = 512
+# Queries scored together: enough rows for full matrix throughput once multiplied by the indexer's heads.
+SCORE_ROWS = 64
+
+
+def score_tile(k: Float[Array, "B S K"], budget_bytes: int) -> int:
+    """Keys scored together: `SCORE_TILE`, or fewer where two copies of the tile would fill a quarter of the budget."""
+    batch, num_keys, width = k.shape
+    return max(1, min(SCORE_TILE, num_keys, budget_bytes // (8 * batch * width * at_least_float32(k).itemsize)))
+
+
+def scoring_bytes(q: Float[Array, "B T H K"], k: Float[Array, "B S K"], tile: int) -> int:
+    """Working memory of one query: its scores, what selection derives from them, one tile of all heads."""
+    return (4 * k.shape[1] + 2 * q.shape[2] * tile) * at_least_float32(q, k).itemsize
+
+
+@partial(jax.jit, static_argnames=("top_k", "budget_bytes"))
+def lightning_indexer(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B S K"],
+    w: Float[Array, "B T H"],
+    *,
+    top_k: int,
+    q_positions: Int[Array, "B T"],
+    segment_ids: Int[Array, "B S"] | None,
+    budget_bytes: int,
+) -> Int[Array, "B T C"]:
+    """Indices of the selected keys."""
+    tile = score_tile(k, budget_bytes)
+
+    def block(sliced: tuple, keys: jax.Array, constants: tuple[Any, Any]) -> jax.Array:
+        block_q, block_w, positions, segments = sliced
+        visibility = Visibility(positions, segments, constants[1])
+        return selected_indices(select_block(block_q, keys, block_w, visibility, top_k, tile), top_k)
+
+    return _over_queries(block, q, k, w, q_positions, segment_ids, budget_bytes)
+
+
+@partial(jax.jit, static_argnames=("budget_bytes",))
+def index_scores(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B S K"],
+    w: Float[Array, "B T H"],
+    *,
+    q_positions: Int[Array, "B T"],
+    segment_ids: Int[Array, "B S"] | None,
+    budget_bytes: int,
+) -> Float[Array, "B T S"]:
+    """Scores in float32 or better, -inf where invisible."""
+    tile = score_tile(k, budget_bytes)
+
+    def block(sliced: tuple, keys: jax.Array, constants: tuple[Any, Any]) -> jax.Array:
+        block_q, block_w, positions, segments = sliced
+        visibility = Visibility(positions, segments, constants[1])
+        return score_keys(block_q, keys, block_w, visibility, tile, rankable=False)
+
+    return _over_queries(block, q, k, w, q_positions, segment_ids, budget_bytes)
+
+
+def _over_queries(
+    block: Any,
+    q: jax.Array,
+    k: jax.Array,
+    w: jax.Array,
+    q_positions: jax.Array,
+    segment_ids: jax.Array | None,
+    budget_bytes: int,
+) -> jax.Array:
+    fits = budget_bytes // (q.shape[0] * scoring_bytes(q, k, score_tile(k, budget_bytes)))
+    blocks = plan(1, q.shape[1], fits=fits, wanted=SCORE_ROWS)
+    q, k, w = jax.lax.stop_gradient((q, k, w))
+    return in_blocks(block, blocks, (q, w, q_positions, segment_ids), k, ((), segment_ids))

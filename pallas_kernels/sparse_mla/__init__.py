@@ -1,0 +1,275 @@
+"""Multi-head latent attention over the keys that an indexer selected, or over all of them."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.dispatch import Implementation, always, choose
+from pallas_kernels.lightning_indexer.validate import (
+    check_at_least,
+    check_floating,
+    check_indexer,
+    check_integers,
+    check_scale,
+    check_shape,
+    check_visibility,
+)
+from pallas_kernels.sparse_mla import dense, reference, xla
+
+__all__ = ["DEFAULT_BUDGET_BYTES", "dense_mla", "dsa_mla", "sparse_mla"]
+
+DEFAULT_BUDGET_BYTES = 256 * 2**20
+
+
+def sparse_mla(
+    q: Float[Array, "B T H LR"],
+    latent: Float[Array, "B S LR"],
+    indices: Int[Array, "B T C"],
+    *,
+    latent_width: int,
+    scale: float,
+    budget_bytes: int = DEFAULT_BUDGET_BYTES,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B T H {latent_width}"], Float[Array, "B T H"]]:
+    """Attention of each query over the keys that it names, in the absorbed form.
+
+    p = softmax_c(scale * q . latent[indices[c]]); o = sum_c p_c * latent[indices[c], :latent_width]. The softmax is
+    float32 or better; probabilities are rounded to the dtype of `q` before the value product.
+
+    Args:
+        q: queries with the key projection absorbed: [latent part | rope slot].
+        latent: the cache, [normed latent | shared rope slot]; rows that nobody names may hold anything.
+        indices: positions into S, any order; negative and too large ones are skipped, repeated ones count twice.
+        latent_width: L, the leading channels of the latent that are the value.
+        scale: multiplies the scores, (N + R) ** -0.5 in the Kimi models.
+        budget_bytes: bound on working memory.
+        implementation: "xla", "reference", or None for the best one.
+
+    Returns:
+        o in the dtype of `q`, and the natural log-sum-exp of the scaled scores, float32 or better. A query without keys
+        gives o = 0 and -inf.
+
+    Raises:
+        ValueError: shapes disagree, or a number is out of range.
+        TypeError: a dtype is wrong.
+        UnsupportedImplementationError: the named implementation can't run.
+
+    Source: DeepSeek-V3.2 technical report; FlashMLA's sparse prefill contract, except for -inf where it has +inf.
+    """
+    operation = "sparse_mla"
+    check_shape(operation, "q", q, "[B, T, H, L + R]", (None, None, None, None))
+    check_shape(operation, "latent", latent, "[B, S, L + R]", (q.shape[0], None, q.shape[3]))
+    check_shape(operation, "indices", indices, "[B, T, top_k]", (*q.shape[:2], None))
+    check_floating(operation, q=q, latent=latent)
+    check_integers(operation, indices=indices)
+    check_at_least(operation, 1, latent_width=latent_width, budget_bytes=budget_bytes)
+    check_scale(operation, scale)
+    if latent_width > q.shape[3]:
+        raise ValueError(f"{operation}: latent_width={latent_width}; it must be at most the key width {q.shape[3]}.")
+    indices = indices.astype(jnp.int32)
+    if _choose(operation, implementation) == "reference":
+        return reference.sparse_mla(q, latent, indices, latent_width=latent_width, scale=scale)
+    return xla.sparse_mla(q, latent, indices, latent_width=latent_width, scale=scale, budget_bytes=budget_bytes)
+
+
+def dsa_mla(
+    index_q: Float[Array, "B T HI KI"],
+    index_k: Float[Array, "B S KI"],
+    index_w: Float[Array, "B T HI"],
+    q: Float[Array, "B T H NR"],
+    latent: Float[Array, "B S LR"],
+    w_uk: Float[Array, "H N L"],
+    w_uv: Float[Array, "H V L"],
+    *,
+    top_k: int,
+    q_positions: Int[Array, "B T"],
+    segment_ids: Int[Array, "B T"] | None = None,
+    scale: float,
+    form: Literal["gather", "mask"] | None = None,
+    budget_bytes: int = DEFAULT_BUDGET_BYTES,
+    return_indices: bool = False,
+    implementation: Implementation | None = None,
+) -> Float[Array, "B T H V"] | tuple[Float[Array, "B T H V"], Int[Array, "B T {top_k}"]]:
+    """DeepSeek sparse attention: indexer, selection and MLA in one, a block of queries at a time.
+
+    Each query attends the `top_k` visible keys with the best index scores (see `lightning_indexer`), with
+    key_h = [w_uk[h] c | slot] and value_h = w_uv[h] c for the latent [c | slot]. No rotation is applied to the slot.
+    Nothing of size T x S exists. When S <= top_k the result is `dense_mla`. Gradients reach q, latent, w_uk and w_uv;
+    the index arguments get zero.
+
+    Args:
+        index_q: index queries.
+        index_k: index keys.
+        index_w: index head weights, float32 or float64.
+        q: queries, [nope | rope slot], not absorbed.
+        latent: the cache, [normed latent | shared rope slot]. Rows that nobody sees may hold anything.
+        w_uk: key projection of each head.
+        w_uv: value projection of each head.
+        top_k: number of keys a query attends at most.
+        q_positions: each query's own position among the keys; -1 marks a padding row, whose output is 0.
+        segment_ids: ids of packed sequences, -1 for padding; then T must equal S. Selection stays inside a segment.
+        scale: multiplies the scores, (N + R) ** -0.5 in the Kimi models.
+        form: "gather" attends copies of the selected rows, "mask" attends all keys and drops those not selected, which
+            is faster for few heads while S is a few times top_k; None chooses. Both attend the same keys.
+        budget_bytes: bound on working memory beyond arguments and results. The smallest block is one query of every
+            batch row.
+        return_indices: also return the selection.
+        implementation: "xla", "reference", or None for the best one.
+
+    Returns:
+        The attention output in the dtype of `q`; with `return_indices` also int32 positions, ascending, padded with -1.
+
+    Raises:
+        ValueError: shapes disagree, or a number is out of range.
+        TypeError: a dtype is wrong.
+        UnsupportedImplementationError: the named implementation can't run.
+
+    Source: DeepSeek-V3.2 technical report, section 2.1.
+    """
+    operation = "dsa_mla"
+    check_indexer(operation, index_q, index_k, index_w, ("index_q", "index_k", "index_w"))
+    _check_mla(operation, q, latent, w_uk, w_uv, q_positions, segment_ids, scale)
+    check_shape(operation, "q", q, "[B, T, H, N + R]", (*index_q.shape[:2], *q.shape[2:]))
+    check_shape(operation, "latent", latent, "[B, S, L + R]", (*index_k.shape[:2], latent.shape[2]))
+    check_at_least(operation, 1, top_k=top_k, budget_bytes=budget_bytes)
+    _check_form(operation, form, ("gather", "mask"))
+    q_positions = q_positions.astype(jnp.int32)
+    indices: jax.Array | None
+    if _choose(operation, implementation) == "reference":
+        out, indices = reference.dsa_mla(
+            index_q,
+            index_k,
+            index_w,
+            q,
+            latent,
+            w_uk,
+            w_uv,
+            top_k=top_k,
+            q_positions=q_positions,
+            segment_ids=segment_ids,
+            scale=scale,
+        )
+    else:
+        out, indices = xla.dsa_mla(
+            index_q,
+            index_k,
+            index_w,
+            q,
+            latent,
+            w_uk,
+            w_uv,
+            top_k=top_k,
+            q_positions=q_positions,
+            segment_ids=segment_ids,
+            scale=scale,
+            form=form,
+            budget_bytes=budget_bytes,
+            return_indices=return_indices,
+        )
+    return out if indices is None or not return_indices else (out, indices)
+
+
+def dense_mla(
+    q: Float[Array, "B T H NR"],
+    latent: Float[Array, "B S LR"],
+    w_uk: Float[Array, "H N L"],
+    w_uv: Float[Array, "H V L"],
+    *,
+    q_positions: Int[Array, "B T"],
+    segment_ids: Int[Array, "B T"] | None = None,
+    scale: float,
+    form: Literal["naive", "absorbed"] | None = None,
+    budget_bytes: int = DEFAULT_BUDGET_BYTES,
+    implementation: Implementation | None = None,
+) -> Float[Array, "B T H V"]:
+    """Causal multi-head latent attention over every visible key.
+
+    key_h = [w_uk[h] c | slot], value_h = w_uv[h] c for the latent [c | slot]; no rotation is applied to the slot. Key s
+    is visible to query t iff s <= q_positions[t] and, with segments, segment_ids[s] == segment_ids[t] >= 0.
+
+    Args:
+        q: queries, [nope | rope slot].
+        latent: the cache, [normed latent | shared rope slot].
+        w_uk: key projection of each head.
+        w_uv: value projection of each head.
+        q_positions: each query's own position among the keys; -1 marks a padding row, whose output is 0.
+        segment_ids: ids of packed sequences, -1 for padding; then T must equal S.
+        scale: multiplies the scores, (N + R) ** -0.5 in the Kimi models.
+        form: "naive" expands keys and values, group of heads by group of heads, and wins for many queries; "absorbed"
+            moves w_uk to the queries and w_uv to the output, and wins for few. None chooses by the number of
+            multiplications.
+        budget_bytes: bound on working memory beyond arguments and results. The smallest block is one query of every
+            batch row.
+        implementation: "xla", "reference", or None for the best one.
+
+    Returns:
+        The attention output in the dtype of `q`.
+
+    Raises:
+        ValueError: shapes disagree, a number is out of range, or form="naive" can't hold one head within the budget.
+        TypeError: a dtype is wrong.
+        UnsupportedImplementationError: the named implementation can't run.
+    """
+    operation = "dense_mla"
+    _check_mla(operation, q, latent, w_uk, w_uv, q_positions, segment_ids, scale)
+    check_at_least(operation, 1, budget_bytes=budget_bytes)
+    _check_form(operation, form, ("naive", "absorbed"))
+    q_positions = q_positions.astype(jnp.int32)
+    if _choose(operation, implementation) == "reference":
+        return reference.dense_mla(q, latent, w_uk, w_uv, q_positions=q_positions, segment_ids=segment_ids, scale=scale)
+    return dense.dense_mla(
+        q,
+        latent,
+        w_uk,
+        w_uv,
+        q_positions=q_positions,
+        segment_ids=segment_ids,
+        scale=scale,
+        form=form,
+        budget_bytes=budget_bytes,
+    )
+
+
+def _check_mla(
+    operation: str,
+    q: jax.Array,
+    latent: jax.Array,
+    w_uk: jax.Array,
+    w_uv: jax.Array,
+    q_positions: jax.Array,
+    segment_ids: jax.Array | None,
+    scale: float,
+) -> None:
+    check_shape(operation, "q", q, "[B, T, H, N + R]", (None, None, None, None))
+    check_shape(operation, "latent", latent, "[B, S, L + R]", (q.shape[0], None, None))
+    check_shape(operation, "w_uk", w_uk, "[H, N, L]", (q.shape[2], None, None))
+    check_shape(operation, "w_uv", w_uv, "[H, V, L]", (q.shape[2], None, w_uk.shape[2]))
+    check_floating(operation, q=q, latent=latent, w_uk=w_uk, w_uv=w_uv)
+    query_slot, key_slot = q.shape[3] - w_uk.shape[1], latent.shape[2] - w_uk.shape[2]
+    if query_slot != key_slot or query_slot < 0:
+        raise ValueError(
+            f"{operation}: q leaves {query_slot} channels beside the {w_uk.shape[1]} of w_uk and latent leaves "
+            f"{key_slot} beside its {w_uk.shape[2]}; both must be the width of the rope slot."
+        )
+    check_visibility(operation, q_positions, segment_ids, q.shape[0], q.shape[1], latent.shape[1])
+    check_scale(operation, scale)
+
+
+def _check_form(operation: str, form: str | None, legal: tuple[str, str]) -> None:
+    if form is not None and form not in legal:
+        raise ValueError(f"{operation}: form={form!r}; it must be {legal[0]!r}, {legal[1]!r} or None.")
+
+
+def _choose(operation: str, implementation: Implementation | None) -> Implementation:
+    return choose(
+        operation,
+        implementation,
+        {
+            "tpu": lambda: f"{operation} has no TPU kernel yet.",
+            "gpu": lambda: f"{operation} has no GPU kernel yet.",
+            "xla": always,
+            "reference": always,
+        },
+    ).name

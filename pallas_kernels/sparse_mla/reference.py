@@ -1,0 +1,90 @@
+"""The definition of MLA over selected or all keys: everything at once, in float32 or better."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.lightning_indexer.reference import lightning_indexer
+from pallas_kernels.lightning_indexer.visibility import visible_keys
+from pallas_kernels.precision import at_least_float32, einsum
+
+
+def sparse_mla(
+    q: Float[Array, "B T H K"],
+    latent: Float[Array, "B S K"],
+    indices: Int[Array, "B T C"],
+    *,
+    latent_width: int,
+    scale: float,
+) -> tuple[Float[Array, "B T H L"], Float[Array, "B T H"]]:
+    """Attention over given rows of the latent cache, absorbed form."""
+    dtype = at_least_float32(q, latent)
+    valid = (indices >= 0) & (indices < latent.shape[1])
+    rows = jax.vmap(lambda cache, chosen: cache[chosen])(latent, jnp.where(valid, indices, 0))
+    rows = jnp.where(valid[..., None], rows, 0).astype(dtype)
+    scores = scale * einsum("bthk,btck->bthc", q.astype(dtype), rows)
+    p, lse = _softmax(scores, valid[:, :, None, :])
+    return einsum("bthc,btcl->bthl", p, rows[..., :latent_width]).astype(q.dtype), lse
+
+
+def dsa_mla(
+    index_q: Float[Array, "B T I K"],
+    index_k: Float[Array, "B S K"],
+    index_w: Float[Array, "B T I"],
+    q: Float[Array, "B T H Q"],
+    latent: Float[Array, "B S R"],
+    w_uk: Float[Array, "H N L"],
+    w_uv: Float[Array, "H V L"],
+    *,
+    top_k: int,
+    q_positions: Int[Array, "B T"],
+    segment_ids: Int[Array, "B S"] | None,
+    scale: float,
+) -> tuple[Float[Array, "B T H V"], Int[Array, "B T C"]]:
+    """Attention over exactly the keys that the indexer selects."""
+    indices = lightning_indexer(
+        index_q, index_k, index_w, top_k=top_k, q_positions=q_positions, segment_ids=segment_ids
+    )
+    selected = jnp.any(indices[..., None] == jnp.arange(latent.shape[1]), axis=2)
+    return _masked_mla(q, latent, w_uk, w_uv, selected, scale), indices
+
+
+def dense_mla(
+    q: Float[Array, "B T H Q"],
+    latent: Float[Array, "B S R"],
+    w_uk: Float[Array, "H N L"],
+    w_uv: Float[Array, "H V L"],
+    *,
+    q_positions: Int[Array, "B T"],
+    segment_ids: Int[Array, "B S"] | None,
+    scale: float,
+) -> Float[Array, "B T H V"]:
+    """Attention over every visible key."""
+    visible = visible_keys(q_positions, jnp.arange(latent.shape[1]), segment_ids, segment_ids)
+    return _masked_mla(q, latent, w_uk, w_uv, visible, scale)
+
+
+def _masked_mla(
+    q: jax.Array, latent: jax.Array, w_uk: jax.Array, w_uv: jax.Array, mask: Bool[Array, "B T S"], scale: float
+) -> jax.Array:
+    """Per head: key = [w_uk c | slot], value = w_uv c, where [c | slot] is the latent."""
+    dtype = at_least_float32(q, latent, w_uk, w_uv)
+    latent = jnp.where(jnp.any(mask, axis=1)[..., None], latent, 0).astype(dtype)  # unwritten rows may hold NaN
+    nope, slot = jnp.split(q.astype(dtype), [w_uk.shape[1]], axis=-1)
+    content, shared = jnp.split(latent, [w_uk.shape[2]], axis=-1)
+    keys = einsum("bsl,hnl->bshn", content, w_uk.astype(dtype))
+    values = einsum("bsl,hvl->bshv", content, w_uv.astype(dtype))
+    scores = scale * (einsum("bthn,bshn->bths", nope, keys) + einsum("bthr,bsr->bths", slot, shared))
+    p, _ = _softmax(scores, mask[:, :, None, :])
+    return einsum("bths,bshv->bthv", p, values).astype(q.dtype)
+
+
+def _softmax(scores: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Probabilities and natural log-sum-exp over the last axis; rows without keys give zeros and -inf."""
+    scores = jnp.where(mask, scores, -jnp.inf)
+    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+    top = jnp.where(top == -jnp.inf, 0, top)
+    p = jnp.exp(scores - top)
+    total = jnp.sum(p, axis=-1, keepdims=True)
+    some = jnp.where(total == 0, 1, total)
+    return p / some, jnp.where(total == 0, -jnp.inf, top + jnp.log(some))[..., 0]

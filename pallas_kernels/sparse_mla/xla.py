@@ -1,0 +1,140 @@
+"""Sparse MLA in plain JAX: blocks of queries under a byte budget, differentiable."""
+
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.lightning_indexer.blocks import in_blocks, plan
+from pallas_kernels.lightning_indexer.select import select_block, selected_indices
+from pallas_kernels.lightning_indexer.visibility import Visibility
+from pallas_kernels.lightning_indexer.xla import lightning_indexer, score_tile, scoring_bytes
+from pallas_kernels.precision import at_least_float32
+from pallas_kernels.sparse_mla.absorbed import KEY_TILE, PRODUCT_ROWS, absorb, attend_latent, expand, key_tile
+from pallas_kernels.sparse_mla.attend import Mask, Settings, attend_selected
+from pallas_kernels.sparse_mla.dense import dense_mla
+
+# On CPUs dense scores with the selection as a mask beat gathering while heads * keys stay below this many times top_k,
+# once several queries share a tile of keys (measured from 8 to 96 heads and 2 to 8 keys per selected key).
+MASK_HEAD_KEYS = 64
+MASK_QUERIES = 8
+# Rows gathered together: more of them leave the cache before they are read.
+GATHER_BYTES = 10 * 2**20
+
+
+@partial(jax.jit, static_argnames=("latent_width", "scale", "budget_bytes"))
+def sparse_mla(
+    q: Float[Array, "B T H K"],
+    latent: Float[Array, "B S K"],
+    indices: Int[Array, "B T C"],
+    *,
+    latent_width: int,
+    scale: float,
+    budget_bytes: int,
+) -> tuple[Float[Array, "B T H L"], Float[Array, "B T H"]]:
+    """Attention over given rows of the latent cache, absorbed form."""
+    settings = Settings(scale, KEY_TILE, latent_width)
+    o, lse = _attend_indices(settings, q, latent, indices, budget_bytes)
+    return o.astype(q.dtype), lse
+
+
+@partial(jax.jit, static_argnames=("top_k", "scale", "form", "budget_bytes", "return_indices"))
+def dsa_mla(
+    index_q: Float[Array, "B T I K"],
+    index_k: Float[Array, "B S K"],
+    index_w: Float[Array, "B T I"],
+    q: Float[Array, "B T H Q"],
+    latent: Float[Array, "B S R"],
+    w_uk: Float[Array, "H N L"],
+    w_uv: Float[Array, "H V L"],
+    *,
+    top_k: int,
+    q_positions: Int[Array, "B T"],
+    segment_ids: Int[Array, "B S"] | None,
+    scale: float,
+    form: Literal["gather", "mask"] | None,
+    budget_bytes: int,
+    return_indices: bool,
+) -> tuple[Float[Array, "B T H V"], Int[Array, "B T C"] | None]:
+    """Scoring, selection and attention for one block of queries after the other."""
+    batch, queries, heads, _ = q.shape
+    num_keys, width = index_k.shape[1], w_uk.shape[2]
+    if num_keys <= top_k:  # every visible key is selected, whatever its score
+        out = dense_mla(
+            q,
+            latent,
+            w_uk,
+            w_uv,
+            q_positions=q_positions,
+            segment_ids=segment_ids,
+            scale=scale,
+            form=None,
+            budget_bytes=budget_bytes,
+        )
+        if not return_indices:
+            return out, None
+        return out, lightning_indexer(
+            index_q,
+            index_k,
+            index_w,
+            top_k=top_k,
+            q_positions=q_positions,
+            segment_ids=segment_ids,
+            budget_bytes=budget_bytes,
+        )
+    if form is None:
+        mask_wins = queries >= MASK_QUERIES and heads * num_keys <= MASK_HEAD_KEYS * top_k
+        form = "mask" if mask_wins else "gather"
+    item = at_least_float32(q, latent).itemsize
+    tile = key_tile(num_keys, batch * latent.shape[2] * item, budget_bytes)
+    scored = score_tile(index_k, budget_bytes)
+    settings = Settings(scale, tile, width)
+    row = heads * (latent.shape[2] + 2 * width) * item
+    row += scoring_bytes(index_q, index_k, scored) + (3 * heads * tile * item if form == "mask" else 0)
+    blocks = plan(1, queries, fits=budget_bytes // (2 * batch * row), wanted=max(64, PRODUCT_ROWS // heads))
+
+    def block(sliced: jax.Array, shared: tuple, constants: Any) -> tuple[jax.Array, jax.Array | None]:
+        (block_index_q, block_w, positions, segments), (index_keys, key_segments) = constants
+        keys, up_k, up_v = shared
+        visibility = Visibility(positions, segments, key_segments)
+        selection = select_block(block_index_q, index_keys, block_w, visibility, top_k, scored)
+        selection = jax.lax.stop_gradient(selection)
+        indices = selected_indices(selection, top_k) if return_indices or form == "gather" else None
+        absorbed = absorb(sliced, up_k)
+        if form == "gather":
+            assert indices is not None
+            o, _ = _attend_indices(settings, absorbed, keys, indices, budget_bytes // 2)
+        else:
+            o = attend_latent(settings, absorbed, keys, Mask(visibility, selection))
+        return expand(o, up_v, sliced.dtype), indices if return_indices else None
+
+    rows = (*jax.lax.stop_gradient((index_q, index_w)), q_positions, segment_ids)
+    whole = (jax.lax.stop_gradient(index_k), segment_ids)
+    return in_blocks(block, blocks, q, (latent, w_uk, w_uv), (rows, whole))
+
+
+def _attend_indices(
+    settings: Settings, q: jax.Array, latent: jax.Array, indices: jax.Array, budget_bytes: int
+) -> tuple[jax.Array, jax.Array]:
+    """Absorbed attention over the named keys of the same batch row."""
+    (batch, queries, heads, width), (num_keys, top_k) = q.shape, (latent.shape[1], indices.shape[2])
+    item = at_least_float32(q, latent).itemsize
+    fits = budget_bytes // ((2 * top_k * width + heads * (3 * top_k + 2 * width)) * item)
+    # A block takes queries of as many batch rows as fit, evenly spread: where the batch is sharded, each shard then works
+    # on every block. The rows between them are laid end to end.
+    outer = max(n for n in range(1, batch + 1) if batch % n == 0 and n <= max(1, fits))
+    inner = batch // outer
+    inside = (indices >= 0) & (indices < num_keys)
+    offsets = num_keys * (jnp.arange(batch, dtype=jnp.int32) % inner)
+    rows = jnp.where(inside, indices + offsets[:, None, None], -1)
+    wanted = GATHER_BYTES // (top_k * width * item)
+    o, lse = attend_selected(
+        settings,
+        plan(1, inner * queries, fits=fits // outer, wanted=wanted // outer),
+        q.reshape(outer, inner * queries, heads, width),
+        latent.reshape(outer, inner * num_keys, width),
+        rows.reshape(outer, inner * queries, top_k),
+    )
+    return o.reshape(batch, queries, heads, settings.value_width), lse.reshape(batch, queries, heads)
