@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import NoReturn
 
 DEEPEST = 32
+MOST_VALUES = 8_000_000
+"""Values that a file may hold: twice those of a header with half a million tensors, and half a gigabyte once parsed."""
 
 
 class StrictJsonError(ValueError):
@@ -42,8 +44,11 @@ def loads(text: bytes) -> object:
 
     Raises:
         StrictJsonError: the text isn't UTF-8 or JSON, repeats a key, holds NaN, Infinity or a number too large for its
-            type, or nests too deep to be parsed.
+            type, nests too deep to be parsed, or holds so many values that they could fill the memory.
     """
+    # Every value but the first follows one of these; in strings they count too, which only lowers the bound.
+    if sum(map(text.count, (b",", b"[", b"{"))) > MOST_VALUES:
+        raise StrictJsonError(f"It holds more than {MOST_VALUES} values, the most that are read.")
     try:
         return json.loads(
             text.decode("utf-8"),

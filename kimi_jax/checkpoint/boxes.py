@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,20 @@ class Box:
         """The index that selects the box."""
         return tuple(slice(a, a + n) for a, n in zip(self.start, self.shape, strict=True))
 
+    def first(self, shape: tuple[int, ...]) -> int:
+        """The place of the first element in an array of `shape`, counted in row-major order."""
+        place = 0
+        for start, size in zip(self.start, shape, strict=True):
+            place = place * size + start
+        return place
+
+    def is_run(self, shape: tuple[int, ...]) -> bool:
+        """Whether the box lies in an array of `shape` and its elements are adjacent there in row-major order."""
+        if any(stop > size for stop, size in zip(self.stop, shape, strict=True)):
+            return False
+        cut = next((i for i, size in enumerate(self.shape) if size > 1), len(shape))
+        return self.shape[cut + 1 :] == tuple(shape[cut + 1 :])
+
     def tail(self, axes: int) -> "Box":
         """The box without its first `axes` axes."""
         return Box(self.start[axes:], self.shape[axes:])
@@ -70,7 +85,7 @@ class Box:
         # Parts of nearly equal length; single rows that are still too large are cut along the next axis.
         count = self.shape[axis] if one > most else -(-self.shape[axis] // (most // one))
         bounds = [self.shape[axis] * i // count for i in range(count + 1)]
-        for begin, end in zip(bounds, bounds[1:], strict=False):
+        for begin, end in pairwise(bounds):
             part = Box(
                 (*self.start[:axis], self.start[axis] + begin, *self.start[axis + 1 :]),
                 (*self.shape[:axis], end - begin, *self.shape[axis + 1 :]),

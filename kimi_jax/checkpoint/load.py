@@ -1,225 +1,313 @@
-"""From a Hugging Face directory to the stacked parameters of a decoder."""
+"""From a checkpoint of either format to the stacked parameters of a decoder, on one device or spread over a mesh.
 
-from collections.abc import Iterator
+Each process reads the parts that its own devices hold, and of those only the bytes (converted checkpoints: the chunks)
+that it needs. Reads run side by side; what is read and not yet on a device is bounded.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
-from kimi_jax.checkpoint.reader import CheckpointError, CheckpointReader
+from kimi_jax.checkpoint.boxes import Box
+from kimi_jax.checkpoint.converted import ConvertedCheckpoint
+from kimi_jax.checkpoint.errors import CheckpointError
+from kimi_jax.checkpoint.locate import FP8_SCALE, Located, check_padding, is_padded, locate, packed_shapes, raise_if
+from kimi_jax.checkpoint.manifest import Part
+from kimi_jax.checkpoint.opened import Checkpoint
+from kimi_jax.checkpoint.reader import CheckpointReader
+from kimi_jax.checkpoint.values import NAN_SCALE, dequantize_fp8, empty, has_nan
+from kimi_jax.checkpoint.verify import verify as verify_checkpoint
 from kimi_jax.model import Decoder
 from kimi_jax.params import Params, ParamSpec, is_spec, named_specs
+from kimi_jax.sharding import RULES, named_sharding
 from pallas_kernels.mxfp4 import Mxfp4
 from pallas_kernels.precision import at_least_float32
 
-TEXT_PREFIX = "language_model."
-# Held by multimodal checkpoints, read by the vision tower.
-OTHER_PARTS = ("vision_tower.", "mm_projector.")
-FP8_BLOCK = 128
-LISTED_PROBLEMS = 40
+BYTES_IN_FLIGHT = 2 * 2**30
+"""Bound on what is in host memory and not yet on a device; one device's part of one parameter always fits."""
+
+_READERS = 8
+_BYTES_PER_READ = 32 * 2**20
 
 
-@dataclass(frozen=True)
-class Located:
-    """One tensor of a parameter stack and the names under which the checkpoint holds it."""
-
-    index: tuple[int, ...]
-    name: str
-    packed: bool = False
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All names read for this tensor."""
-        return (f"{self.name}_packed", f"{self.name}_scale") if self.packed else (self.name,)
-
-
-def load_params(reader: CheckpointReader, decoder: Decoder, dtype: DTypeLike) -> Params:
+def load_params(
+    reader: Checkpoint,
+    decoder: Decoder,
+    dtype: DTypeLike,
+    *,
+    mesh: Mesh | None = None,
+    rules: Mapping[str, str | None] | None = None,
+    verify: bool = False,
+    bytes_in_flight: int = BYTES_IN_FLIGHT,
+) -> Params:
     """Reads every parameter of `decoder`.
 
     Parameters marked float32 are read as float32, experts stored as MXFP4 stay packed, all others become `dtype`.
 
+    Args:
+        reader: an open checkpoint, from `open_checkpoint`.
+        decoder: the model.
+        dtype: of parameters that may have any.
+        mesh: devices to spread parameters over; every process of a run makes the same call. None: the default device.
+        rules: mesh axis of each logical axis; None: `sharding.RULES`.
+        verify: first compare the checkpoint's bytes with its checksums; processes share that work.
+        bytes_in_flight: bound on host memory for what is being read.
+
     Raises:
         CheckpointError: tensors are missing, unexpected, or of a wrong shape or dtype (all are listed, before any is
-            read), or hold NaN.
+            read), are damaged, or hold NaN.
+        ShardingError: a size of the model isn't a multiple of the mesh axis that splits it.
     """
     located = locate(reader, decoder.specs)
-    problems: list[str] = []
-
-    def read(spec: ParamSpec, tensors: list[Located]) -> Any:
-        target = np.dtype(at_least_float32(dtype) if spec.float32 else dtype)
-        if tensors[0].packed:
-            return _read_packed(reader, spec, tensors, problems)
-        stack = np.empty(spec.shape, target)
-        for tensor in tensors:
-            value = _read_float(reader, tensor.name)
-            if bool(np.isnan(value).any()):
-                problems.append(f"{reader.file_of(tensor.name)}: {tensor.name} holds NaN.")
-            try:
-                stack[tensor.index] = adapt(spec, value, tensor.name).astype(target)
-            except CheckpointError as error:
-                problems.append(str(error))
-        return jnp.asarray(stack)
-
+    source: _Source
+    if isinstance(reader, ConvertedCheckpoint):
+        reader.check_parameters(decoder.specs)
+        source = _Converted(reader, located)
+    else:
+        source = _HuggingFace(reader, named_specs(decoder.specs), located)
     flat, treedef = jax.tree.flatten(decoder.specs, is_leaf=is_spec)
     paths = list(named_specs(decoder.specs))
-    arrays = [read(spec, located[path]) for spec, path in zip(flat, paths, strict=True)]
-    _raise_if(problems, reader.directory)
-    return jax.tree.unflatten(treedef, arrays)
-
-
-def locate(reader: CheckpointReader, specs: Params) -> dict[str, list[Located]]:
-    """Finds every tensor of every parameter, by dotted parameter path, from names, shapes and dtypes alone.
-
-    Raises:
-        CheckpointError: listing everything that is missing, unexpected, or of a wrong shape or dtype.
-    """
-    names = set(reader.names())
-    prefix = TEXT_PREFIX if any(name.startswith(TEXT_PREFIX) for name in names) else ""
-    problems: list[str] = []
-    used: set[str] = set()
-    located: dict[str, list[Located]] = {}
-    for path, spec in named_specs(specs).items():
-        tensors = [_find(names, index, prefix + name) for index, name in spec.sources()]
-        located[path] = tensors
-        if len({tensor.packed for tensor in tensors}) > 1:
-            plain = next(tensor for tensor in tensors if not tensor.packed)
-            problems.append(f"{plain.name} is not packed while other experts of its kind are: all or none must be.")
-        for tensor in tensors:
-            missing = [name for name in tensor.names if name not in names]
-            problems += [f"missing: {name} {list(stored_shapes(spec)[0])}" for name in missing]
-            used.update(tensor.names)
-            used.add(f"{tensor.name}_scale_inv")
-            if not missing:
-                problems += _misfits(reader, spec, tensor)
-    problems += [
-        f"unexpected: {name} {list(reader.shape(name))}"
-        for name in sorted(names - used)
-        if not name.startswith(OTHER_PARTS)
+    plans: list[list[_Target]] = [
+        _targets(path, spec, located[path][0].packed, dtype, mesh, rules or RULES)
+        for path, spec in zip(paths, flat, strict=True)
     ]
-    _raise_if(problems, reader.directory)
-    return located
+    if verify:
+        verify_checkpoint(reader, part=jax.process_index(), parts=jax.process_count())
+
+    arrays = _place(source, [target for plan in plans for target in plan], bytes_in_flight)
+    leaves: list[Any] = []
+    for plan in plans:
+        parts = [next(arrays) for _ in plan]
+        leaves.append(parts[0] if len(parts) == 1 else Mxfp4(*parts))
+    raise_if(source.problems, f"{reader.directory} can't be loaded")
+    return jax.tree.unflatten(treedef, leaves)
 
 
-def _raise_if(problems: list[str], directory: Path) -> None:
-    if problems:
-        shown = problems[:LISTED_PROBLEMS]
-        rest = len(problems) - len(shown)
-        more = [f"... and {rest} more."] if rest else []
-        raise CheckpointError(
-            "\n  ".join([f"{directory} doesn't fit its config.json ({len(problems)} problems):", *shown, *more])
-        )
+@dataclass(frozen=True)
+class _Target:
+    """One array to fill: a parameter, or the codes or the scales of a packed one."""
+
+    path: str
+    spec: ParamSpec
+    part: Part
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sharding: NamedSharding | None
 
 
-def _find(names: set[str], index: tuple[int, ...], name: str) -> Located:
-    if name not in names and f"{name}_packed" in names:
-        return Located(index, name, packed=True)
-    # Early K3 files spelled the parameters of Attention Residuals as members: mlp_res.proj_weight.
-    for kind in ("proj", "norm"):
-        older = name.removesuffix(f"_{kind}.weight") + f".{kind}_weight"
-        if name.endswith(f"_res_{kind}.weight") and name not in names and older in names:
-            return Located(index, older)
-    # transformers writes the dense MLP of a Kimi-Linear model under the name of the sparse one.
-    saved = name.replace(".mlp.", ".block_sparse_moe.")
-    if name not in names and saved in names:
-        return Located(index, saved)
-    return Located(index, name)
+@runtime_checkable
+class _Source(Protocol):
+    """Where values come from."""
+
+    problems: list[str]
+
+    def read(self, target: _Target, box: Box, out: np.ndarray) -> None:
+        """Copies a box of a target into `out`, converting values to its type."""
+        ...
 
 
-def _misfits(reader: CheckpointReader, spec: ParamSpec, tensor: Located) -> Iterator[str]:
-    if tensor.packed:
-        *rows, width = spec.tensor_shape
-        for name, expected in zip(tensor.names, ((*rows, width // 2), (*rows, width // 32)), strict=True):
-            if reader.dtype(name) != np.uint8:
-                yield f"wrong dtype: {name} is {reader.dtype(name)}, packed MXFP4 is uint8."
-            if tuple(reader.shape(name)) != expected:
-                yield f"wrong shape: {name} is {list(reader.shape(name))}, the config makes it {list(expected)}."
+def _targets(
+    path: str, spec: ParamSpec, packed: bool, dtype: DTypeLike, mesh: Mesh | None, rules: Mapping[str, str | None]
+) -> list[_Target]:
+    def target(part: Part, shape: tuple[int, ...], kind: DTypeLike) -> _Target:
+        sharding = None if mesh is None else named_sharding(path, spec, mesh, rules, shape)
+        return _Target(path, spec, part, shape, np.dtype(kind), sharding)
+
+    if packed:
+        codes, scales = packed_shapes(spec.shape)
+        return [target("packed", codes, np.uint8), target("scale", scales, np.uint8)]
+    return [target("values", spec.shape, at_least_float32(dtype) if spec.float32 else dtype)]
+
+
+# From files to devices.
+
+
+@dataclass
+class _Buffer:
+    """A part of a target on its way to the devices that hold it."""
+
+    values: np.ndarray
+    devices: list[Any]
+    reads: list[Future[None]]
+
+
+def _place(source: _Source, targets: list[_Target], bytes_in_flight: int) -> Iterator[jax.Array]:
+    """Fills targets one after the other, reading ahead as far as the bound allows."""
+    with ThreadPoolExecutor(_READERS) as pool:
+        waiting: deque[tuple[_Target, int, _Buffer]] = deque()
+        placed: dict[int, list[jax.Array]] = {}
+        remaining: dict[int, int] = {}
+        in_flight = 0
+
+        def finish() -> None:
+            nonlocal in_flight
+            _, number, buffer = waiting.popleft()
+            for read in buffer.reads:
+                read.result()
+            in_flight -= buffer.values.nbytes
+            placed[number] += [jax.device_put(buffer.values, device) for device in buffer.devices]
+            # A copy to another device must have been made before its source is given up.
+            jax.block_until_ready(placed[number])
+            remaining[number] -= 1
+
+        try:
+            for number, target in enumerate(targets):
+                parts = _parts(target)
+                remaining[number], placed[number] = len(parts), []
+                for box, devices in parts:
+                    size = box.size * target.dtype.itemsize
+                    while waiting and in_flight + size > bytes_in_flight:
+                        finish()
+                    values = empty(box.shape, target.dtype)
+                    in_flight += size
+                    whole = Box.whole(box.shape)
+                    reads = [
+                        pool.submit(source.read, target, _moved(piece, box), values[piece.slices])
+                        for piece in whole.split(max(1, _BYTES_PER_READ // target.dtype.itemsize))
+                    ]
+                    waiting.append((target, number, _Buffer(values, devices, reads)))
+            for number, target in enumerate(targets):
+                while remaining[number]:
+                    finish()
+                shards = placed.pop(number)
+                if target.sharding is None:
+                    yield shards[0]
+                else:
+                    yield jax.make_array_from_single_device_arrays(target.shape, target.sharding, shards)
+        finally:
+            for _, _, buffer in waiting:
+                for read in buffer.reads:
+                    read.cancel()
+
+
+def _parts(target: _Target) -> list[tuple[Box, list[Any]]]:
+    """The parts of a target that this process holds, each once, with the devices that hold it."""
+    if target.sharding is None:
+        return [(Box.whole(target.shape), [None])]
+    parts: dict[Box, list[Any]] = {}
+    for device, index in target.sharding.addressable_devices_indices_map(target.shape).items():
+        assert index is not None
+        parts.setdefault(Box.of_slices(index, target.shape), []).append(device)
+    return list(parts.items())
+
+
+def _moved(piece: Box, box: Box) -> Box:
+    return Box(tuple(a + b for a, b in zip(piece.start, box.start, strict=True)), piece.shape)
+
+
+def _layers(target: _Target, box: Box, out: np.ndarray) -> Iterator[tuple[int | None, Box, np.ndarray]]:
+    """The layers that a box spans: place in the stack, box and values without the layer axis."""
+    if target.spec.layers is None:
+        yield None, box, out
         return
-    found, dtype = tuple(reader.shape(tensor.name)), reader.dtype(tensor.name)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        yield f"wrong dtype: {tensor.name} is {dtype}, a floating-point tensor is needed."
-    elif dtype.itemsize == 1:
-        scale = f"{tensor.name}_scale_inv"
-        blocks = tuple(-(-size // FP8_BLOCK) for size in found)
-        if scale not in reader.names():
-            yield f"missing: {scale}, the block scales of {tensor.name}, which is {dtype}."
-        elif tuple(reader.shape(scale)) != blocks:
-            yield f"wrong shape: {scale} is {list(reader.shape(scale))}, blocks of 128 x 128 make it {list(blocks)}."
-    legal = stored_shapes(spec)
-    if not any(_shape_fits(found, shape) for shape in legal):
-        yield (
-            f"wrong shape: {tensor.name} is {list(found)}, the config makes it "
-            f"{' or '.join(str(list(shape)).replace('-1', 'padded') for shape in legal)}."
-        )
+    for number in range(box.shape[0]):
+        yield box.start[0] + number, box.tail(1), out[number]
 
 
-def stored_shapes(spec: ParamSpec) -> tuple[tuple[int, ...], ...]:
-    """Shapes in which checkpoints store a tensor of this parameter, the released one first; -1 is a padded length."""
-    shape = spec.tensor_shape
-    match spec.adapt:
-        case "vector":
-            return (1, *shape), shape
-        case "conv":
-            return (shape[0], 1, shape[1]), shape
-        case "heads":
-            return ((shape[0] * shape[1], *shape[2:]),)
-        case "narrow":
-            return shape, (1, 1, *shape, 1), (-1,)
-        case _:
-            return (shape,)
+# Sources.
 
 
-def _shape_fits(found: tuple[int, ...], legal: tuple[int, ...]) -> bool:
-    if legal == (-1,):
-        # Releases pad the head count to a width that kernels like (96 to 128); any other length is a mistake.
-        return len(found) == 1 and (found[0] % 16 == 0 or found[0].bit_count() == 1)
-    return found == legal
+class _Problems:
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self._lock = threading.Lock()
+
+    def report(self, problem: str) -> None:
+        """Notes what is wrong with a tensor, once."""
+        with self._lock:
+            if problem not in self.problems:
+                self.problems.append(problem)
 
 
-def adapt(spec: ParamSpec, value: np.ndarray, name: str) -> np.ndarray:
-    """A stored tensor in the shape that the model uses.
+class _HuggingFace(_Problems):
+    """Values from safetensors files."""
 
-    Raises:
-        CheckpointError: a padded vector's tail isn't zero.
-    """
-    if spec.adapt == "narrow" and value.ndim == 1:
-        count = spec.tensor_shape[0]
-        tail = value[count:]
-        if value.size < count or not bool((tail == 0).all()):
-            raise CheckpointError(
-                f"{name} has {value.size} values for {count} heads with a tail that isn't zero; accepted are [{count}], "
-                f"[1, 1, {count}, 1], and a padded vector whose values past the heads are all 0."
-            )
-        value = value[:count]
-    return value.reshape(spec.tensor_shape)
+    def __init__(
+        self, reader: CheckpointReader, specs: dict[str, ParamSpec], located: dict[str, list[Located]]
+    ) -> None:
+        super().__init__()
+        self._reader = reader
+        self._located = located
+        self._checked: set[str] = set()
+
+    def read(self, target: _Target, box: Box, out: np.ndarray) -> None:
+        spec = target.spec
+        axes = len(spec.stack_shape)
+        for place in np.ndindex(*box.shape[:axes]):
+            index = tuple(a + i for a, i in zip(box.start, place, strict=False))
+            tensor = self._located[target.path][int(np.ravel_multi_index(index, spec.stack_shape)) if index else 0]
+            name = tensor.names[1] if target.part == "scale" else tensor.names[0]
+            self._read_tensor(target, name, box.tail(axes), out[(*place, ...)])
+
+    def _read_tensor(self, target: _Target, name: str, box: Box, out: np.ndarray) -> None:
+        spec, reader = target.spec, self._reader
+        stored = reader.dtype(name)
+        if target.part != "values":
+            shape = packed_shapes(spec.tensor_shape)[target.part == "scale"]
+            reader.read_box(name, box, out, shape)
+            if target.part == "scale" and bool((out == NAN_SCALE).any()):
+                self.report(f"{reader.file_of(name)}: {name} holds the scale byte 255, which is NaN.")
+            return
+        if stored.itemsize == 1:
+            whole = dequantize_fp8(_whole(reader, name), _whole(reader, name + FP8_SCALE))
+            if has_nan(whole):
+                self.report(f"{reader.file_of(name)}: {name} holds NaN.")
+            out[...] = whole.reshape(spec.tensor_shape)[box.slices]
+            return
+        if is_padded(spec, reader.shape(name)):
+            try:
+                check_padding(spec, _whole(reader, name), name)
+            except CheckpointError as error:
+                self.report(f"{reader.file_of(name)}: {error}")
+                return
+        direct = stored == out.dtype and out.flags.c_contiguous
+        values = out if direct else empty(box.shape, stored)
+        reader.read_box(name, box, values, spec.tensor_shape)
+        if has_nan(values):
+            self.report(f"{reader.file_of(name)}: {name} holds NaN.")
+        if not direct:
+            out[...] = values
 
 
-def _read_float(reader: CheckpointReader, name: str) -> np.ndarray:
-    value = reader.read(name)
-    if value.dtype.itemsize > 1:
-        return value
-    scale = reader.read(f"{name}_scale_inv").astype(np.float32)
-    for axis, size in enumerate(value.shape):
-        scale = np.repeat(scale, FP8_BLOCK, axis=axis).take(np.arange(size), axis=axis)
-    return value.astype(np.float32) * scale
+class _Converted(_Problems):
+    """Values from a converted checkpoint, whose values were checked when it was converted."""
+
+    def __init__(self, checkpoint: ConvertedCheckpoint, located: dict[str, list[Located]]) -> None:
+        super().__init__()
+        self._checkpoint = checkpoint
+        self._located = located
+
+    def read(self, target: _Target, box: Box, out: np.ndarray) -> None:
+        for layer, inner, values in _layers(target, box, out):
+            dtypes = self._checkpoint.stored_dtypes(target.path, target.part, layer)
+            if target.part == "values" and any(dtype.itemsize == 1 for dtype in dtypes):
+                self._read_fp8(target, layer, inner, values)
+            else:
+                self._checkpoint.read_box(target.path, target.part, layer, inner, values)
+
+    def _read_fp8(self, target: _Target, layer: int | None, box: Box, out: np.ndarray) -> None:
+        spec, checkpoint = target.spec, self._checkpoint
+        stack = spec.stack_shape if layer is None else spec.stack_shape[1:]
+        for place in np.ndindex(*box.shape[: len(stack)]):
+            index = tuple(a + i for a, i in zip(box.start, place, strict=False))
+            full = index if layer is None else (layer, *index)
+            number = int(np.ravel_multi_index(full, spec.stack_shape)) if full else 0
+            name = self._located[target.path][number].name
+            value = checkpoint.read_tensor(name)
+            if value.dtype.itemsize == 1:
+                value = dequantize_fp8(value, checkpoint.read_tensor(name + FP8_SCALE))
+            out[(*place, ...)] = value.reshape(spec.tensor_shape)[box.tail(len(stack)).slices]
 
 
-def _read_packed(
-    reader: CheckpointReader, spec: ParamSpec, tensors: list[Located], problems: list[str]
-) -> Mxfp4:
-    *leading, width = spec.shape
-    packed = np.empty((*leading, width // 2), np.uint8)
-    scale = np.empty((*leading, width // 32), np.uint8)
-    for tensor in tensors:
-        for stack, name in zip((packed, scale), tensor.names, strict=True):
-            stack[tensor.index] = reader.read(name)
-        if bool((scale[tensor.index] == 255).any()):
-            name = tensor.names[1]
-            problems.append(f"{reader.file_of(name)}: {name} holds the scale byte 255, which is NaN.")
-    return Mxfp4(jnp.asarray(packed), jnp.asarray(scale))
-
-
-__all__ = ["CheckpointError", "adapt", "load_params", "locate", "stored_shapes"]
+def _whole(reader: CheckpointReader, name: str) -> np.ndarray:
+    values = empty(reader.shape(name), reader.dtype(name))
+    reader.read_box(name, Box.whole(values.shape), values)
+    return values

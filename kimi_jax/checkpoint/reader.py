@@ -130,7 +130,8 @@ class SafetensorsFile:
         entry = self._entry(name)
         shape = entry.shape if shape is None else shape
         assert math.prod(shape) <= math.prod(entry.shape)
-        assert out.shape == box.shape and out.dtype == entry.dtype and out.flags.c_contiguous
+        assert (out.shape, out.dtype) == (box.shape, entry.dtype)
+        assert out.flags.c_contiguous
         if not out.size:
             return
         # Axes after `axis` are whole, so one row of bytes holds everything from `axis` on.
@@ -145,13 +146,11 @@ class SafetensorsFile:
             self.read_box(name, wider, whole, shape)
             out[...] = whole[box.within(wider).slices]
             return
-        flat = memoryview(out.reshape(-1).view(np.uint8))
+        flat = out.reshape(-1).view(np.uint8).data
         length = row * entry.dtype.itemsize
         inner = sum(a * stride for a, stride in zip(box.start[axis:], strides[axis:], strict=True))
         for number, index in enumerate(np.ndindex(*box.shape[:axis])):
-            outer = sum(
-                (a + i) * stride for a, i, stride in zip(box.start, index, strides, strict=False)
-            )
+            outer = sum((a + i) * stride for a, i, stride in zip(box.start, index, strides, strict=False))
             offset = entry.start + (outer + inner) * entry.dtype.itemsize
             self._pread(flat[number * length : (number + 1) * length], offset)
 
@@ -304,7 +303,7 @@ class CheckpointReader:
         for file in files:
             if obstacle := self._leaves_directory(file):
                 problems.append(f"{listed_in} names {shown(file)}, {obstacle}.")
-            elif not (self.directory / file).exists():
+            elif not os.path.exists(self.directory / file):
                 missing.append(file)
             else:
                 try:
@@ -318,22 +317,36 @@ class CheckpointReader:
     def _leaves_directory(self, file: str) -> str | None:
         """Why a path isn't followed, or None when it stays in the directory."""
         path = PurePosixPath(file)
-        if path.suffix != ".safetensors" or "\0" in file:
+        if path.suffix != ".safetensors" or not is_file_name(file):
             return "which isn't a safetensors file"
         if path.is_absolute() or ".." in path.parts or "\\" in file or re.match("[A-Za-z]:", file):
             return "which isn't a path inside the directory"
-        root = self.directory.resolve()
-        roots = [root]
-        if root.parent.name == "snapshots":
-            # The Hugging Face cache keeps snapshots of links into the blobs of the same repository.
-            roots.append(root.parent.parent / "blobs")
-        try:
-            target = (root / path).resolve()
-        except (OSError, RuntimeError):
-            return "a link that leads nowhere"
-        if not any(target.is_relative_to(allowed) for allowed in roots):
-            return f"a link to {target}, outside the directory"
-        return None
+        return link_target(self.directory, file)[1]
+
+
+def is_file_name(text: str) -> bool:
+    """Whether a string from a file could be a relative path at all: encodable, without NUL, of a legal length."""
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError:
+        return False
+    return b"\0" not in encoded and len(encoded) < 4096 and all(len(part) < 256 for part in encoded.split(b"/"))
+
+
+def link_target(directory: Path, file: str) -> tuple[Path, str | None]:
+    """Where a file of a directory really is, and why it isn't followed there, or None when it may be."""
+    root = directory.resolve()
+    roots = [root]
+    if root.parent.name == "snapshots":
+        # The Hugging Face cache keeps snapshots of links into the blobs of the same repository.
+        roots.append(root.parent.parent / "blobs")
+    try:
+        target = (root / file).resolve()
+    except (OSError, RuntimeError):
+        return root / file, "a link that leads nowhere"
+    if not any(target.is_relative_to(allowed) for allowed in roots):
+        return target, f"a link to {target}, outside the directory"
+    return target, None
 
 
 def _close(descriptor: int) -> None:

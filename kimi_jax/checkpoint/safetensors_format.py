@@ -10,7 +10,7 @@ Source: https://github.com/huggingface/safetensors (format description in its RE
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import ml_dtypes
 import numpy as np
@@ -52,6 +52,39 @@ class TensorEntry(NamedTuple):
     shape: tuple[int, ...]
     start: int
     stop: int
+
+
+@runtime_checkable
+@runtime_checkable
+class TensorLike(Protocol):
+    """What a header needs to know of a tensor."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Element type."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the axes."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        ...
+
+
+class TensorInfo(NamedTuple):
+    """A tensor that isn't there yet."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class HeaderError(ValueError):
@@ -100,6 +133,9 @@ def parse_header(header: bytes, data_size: int) -> tuple[dict[str, TensorEntry],
 
 
 def _entry(name: str, entry: Any, base: int, data_size: int) -> TensorEntry:
+    # JSON can spell half of a surrogate pair, which no encoding can write again.
+    if any("\ud800" <= character <= "\udfff" for character in name):
+        raise HeaderError(f"The name of tensor {shown(name)} isn't valid Unicode.")
     if not isinstance(entry, dict) or set(entry) != _ENTRY_KEYS:
         raise HeaderError(f"Tensor {shown(name)} must be described by exactly {', '.join(sorted(_ENTRY_KEYS))}.")
     dtype = DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
@@ -131,7 +167,7 @@ def _are_counts(values: Any) -> bool:
     )
 
 
-def build_header(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> tuple[bytes, list[str]]:
+def build_header(tensors: Mapping[str, TensorLike], metadata: Mapping[str, str]) -> tuple[bytes, list[str]]:
     """The first bytes of a file with these tensors, header included, and their names in the order of their bytes.
 
     Wide elements come first, and spaces end the header at a multiple of eight bytes, so every tensor is aligned.

@@ -4,7 +4,6 @@ import math
 import zlib
 
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jax.typing import DTypeLike
 
@@ -14,8 +13,8 @@ FP8_BLOCK = 128
 NAN_SCALE = 255
 """The MXFP4 scale byte that is NaN."""
 
-# A cache line, which is also what the CPU backend needs in order to take an array over without a copy.
-_ALIGNMENT = 64
+ALIGNMENT = 64
+"""Bytes of a cache line, which is also what the CPU backend needs in order to take an array over without a copy."""
 
 
 def is_float(dtype: np.dtype) -> bool:
@@ -27,8 +26,8 @@ def empty(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
     """An uninitialised array that starts on a cache line."""
     dtype = np.dtype(dtype)
     size = math.prod(shape) * dtype.itemsize
-    raw = np.empty(size + _ALIGNMENT, np.uint8)
-    offset = -raw.ctypes.data % _ALIGNMENT
+    raw = np.empty(size + ALIGNMENT, np.uint8)
+    offset = -raw.ctypes.data % ALIGNMENT
     return raw[offset : offset + size].view(dtype).reshape(shape)
 
 
@@ -37,19 +36,22 @@ def bytes_of(array: np.ndarray) -> np.ndarray:
     return array.reshape(-1).view(np.uint8)
 
 
-def checksum(array: np.ndarray) -> int:
-    """CRC-32 of an array's bytes in row-major order."""
-    return zlib.crc32(bytes_of(np.ascontiguousarray(array)).data)
+def checksum(array: np.ndarray, before: int = 0) -> int:
+    """CRC-32 of a C-contiguous array's bytes; `before` is that of the bytes that precede them."""
+    return zlib.crc32(bytes_of(array).data, before)
 
 
 def has_nan(array: np.ndarray) -> bool:
-    """Whether a C-contiguous float array of 2, 4 or 8 bytes an element holds NaN.
+    """Whether a C-contiguous float array holds NaN.
 
     A float with its sign bit cleared is NaN iff its bits exceed those of infinity. The largest integer of either sign
     decides, which needs no copy and, for bfloat16, a fraction of the time of `numpy.isnan`.
     """
     if not array.size:
         return False
+    if array.dtype.itemsize == 1:
+        with np.errstate(invalid="ignore"):
+            return bool(np.isnan(array).any())
     infinity = int(np.array(np.inf, array.dtype).view(f"u{array.dtype.itemsize}"))
     sign = 1 << (8 * array.dtype.itemsize - 1)
     positive = int(array.view(f"i{array.dtype.itemsize}").max())
@@ -62,9 +64,3 @@ def dequantize_fp8(value: np.ndarray, scale: np.ndarray) -> np.ndarray:
     for axis, size in enumerate(value.shape):
         factors = np.repeat(factors, FP8_BLOCK, axis=axis).take(np.arange(size), axis=axis)
     return value.astype(np.float32) * factors
-
-
-NARROW_FLOATS = tuple(
-    np.dtype(kind) for kind in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu)
-)
-"""Floats of one byte, which are stored with scales beside them."""

@@ -10,6 +10,7 @@ from kimi_jax.config.fields import Section, shown
 from kimi_jax.config.known_keys import GENERIC_KEYS, NEUTRAL_KEYS, UNUSED_TEXT_KEYS, UNUSED_WRAPPER_KEYS
 from kimi_jax.config.moe import MoeConfig, read_moe
 from kimi_jax.config.quantization import QuantizationConfig, read_quantization
+from kimi_jax.config.redundant import check_redundant
 from kimi_jax.config.vision import read_vision
 
 TEXT_MODEL_TYPE = "kimi_linear"
@@ -135,13 +136,15 @@ def _read_text(
     dsa = read_dsa(text, mla, present=has_indexer, key_norm_eps=index_key_norm_eps or rms_norm_eps)
 
     text.exactly("num_nextn_predict_layers", 0, "there are no multi-token-prediction layers.")
+    moe = read_moe(text, known_layers, k3_shaped=k3_shaped, biased_weights=biased_router_weights)
+    check_redundant(text, linear, kda, mla, moe, known_layers)
     read: dict[str, Any] = {
         "num_hidden_layers": num_layers,
         "rms_norm_eps": rms_norm_eps,
         "kda": kda,
         "mla": mla,
         "dsa": dsa,
-        "moe": read_moe(text, known_layers, k3_shaped=k3_shaped, biased_weights=biased_router_weights),
+        "moe": moe,
         "num_attention_heads": num_heads,
         "vocab_size": text.integer("vocab_size"),
         "hidden_size": text.integer("hidden_size"),
@@ -152,7 +155,7 @@ def _read_text(
         ),
         "max_position_embeddings": text.integer("max_position_embeddings", "model_max_length"),
         "tie_word_embeddings": text.boolean("tie_word_embeddings"),
-        "dtype": text.one_of(("bfloat16", "float32"), "dtype", "torch_dtype"),
+        "dtype": text.one_of(("bfloat16", "float32", "float64"), "dtype", "torch_dtype"),
         **_read_activation(text),
     }
     for key in _TOKEN_KEYS:

@@ -395,6 +395,73 @@ def test_order_in_layer_lists_has_no_meaning() -> None:
     assert KimiConfig.from_dict(tree) == KimiConfig.from_dict(load("kimi-linear-tiny"))
 
 
+# Keys that transformers 5.24 saves beside the released ones.
+
+
+def saved_by_transformers() -> dict[str, Any]:
+    """config.json as transformers 5.24.0 writes it for `KimiLinearConfig(**kimi-linear-tiny)` in float64."""
+    tree = load("kimi-linear-tiny") | {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "dtype": "float64",
+        "layer_types": ["full_attention" if layer in (3, 7, 10) else "linear_attention" for layer in range(11)],
+        "linear_conv_kernel_dim": 4,
+        "linear_head_dim": 16,
+        "linear_num_heads": 4,
+        "mlp_layer_types": ["dense"] + ["sparse"] * 10,
+        "output_router_logits": False,
+        "pretraining_tp": 1,
+        "qk_head_dim": 48,
+        "rope_parameters": None,
+        "transformers_version": "5.24.0",
+    }
+    return tree
+
+
+def test_a_config_saved_by_transformers_reads_as_the_released_one() -> None:
+    released = KimiConfig.from_dict(load("kimi-linear-tiny"))
+    assert KimiConfig.from_dict(saved_by_transformers()) == dataclasses.replace(released, dtype="float64")
+    # Null says nothing.
+    silent = dict.fromkeys(("layer_types", "mlp_layer_types", "qk_head_dim", "linear_head_dim", "pretraining_tp"))
+    assert KimiConfig.from_dict(load("kimi-linear-tiny") | silent) == released
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "canonical"),
+    [
+        ("linear_conv_kernel_dim", 3, "linear_attn_config.short_conv_kernel_size is 4"),
+        ("linear_head_dim", 32, "linear_attn_config.head_dim is 16"),
+        ("linear_head_dim", 16.0, "linear_attn_config.head_dim is 16"),
+        ("linear_num_heads", 8, "linear_attn_config.num_heads is 4"),
+        ("qk_head_dim", 32, "qk_nope_head_dim + qk_rope_head_dim is 48"),
+        (
+            "layer_types",
+            ["full_attention" if i and i % 4 == 0 else "linear_attention" for i in range(11)],
+            "linear_attn_config.kda_layers and full_attn_layers at layer 4, 5, 8, 9, 11",
+        ),
+        ("layer_types", ["linear_attention"] * 10, "num_hidden_layers = 11"),
+        ("layer_types", "linear_attention", "num_hidden_layers = 11"),
+        ("mlp_layer_types", ["sparse"] * 11, "first_k_dense_replace and moe_layer_freq at layer 1 "),
+        ("attention_bias", True, "must be False"),
+        ("attention_dropout", 0.1, "must be 0.0"),
+        ("output_router_logits", True, "must be False"),
+        ("pretraining_tp", 2, "must be 1"),
+    ],
+)
+def test_a_redundant_key_that_contradicts_names_both(key: str, value: Any, canonical: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        KimiConfig.from_dict(saved_by_transformers() | {key: value})
+    assert len(caught.value.problems) == 1
+    assert f"{key} " in str(caught.value)
+    assert canonical in str(caught.value)
+
+
+def test_redundant_keys_dont_stand_in_for_the_layer_lists() -> None:
+    tree = saved_by_transformers()
+    del tree["linear_attn_config"]
+    assert "linear_attn_config is missing" in problems(tree)
+
+
 # Indexer.
 
 

@@ -208,6 +208,8 @@ def test_reads_reference_checkpoints(family: str) -> None:
         (b"{", b"", "damaged"),
         (b'{"\xff": 1}', b"", "damaged"),
         (b'{"a":' * 100_000, b"", "nests deeper"),
+        (b'{"a":[' + b"[]," * 9_000_000 + b"0]}", b"", "more than 8000000 values"),
+        (b'{"\\ud800": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}', b"", "isn't valid Unicode"),
     ],
 )
 def test_a_faulty_header_names_file_and_fault(
