@@ -1,55 +1,44 @@
-"""The public face: load a model, ask for logits, generate."""
+"""The public face: load a model, ask for logits, generate, stream, chat."""
 
-import functools
+import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from kimi_jax.buckets import bucket
-from kimi_jax.cache import Cache
+from kimi_jax import startup
+from kimi_jax.checkpoint.hub import resolve
 from kimi_jax.checkpoint.load import load_params
-from kimi_jax.checkpoint.reader import CheckpointReader
+from kimi_jax.checkpoint.opened import is_random, open_checkpoint
+from kimi_jax.compile_cache import CompileCache
 from kimi_jax.config import KimiConfig
-from kimi_jax.generate import loop
-from kimi_jax.generate.sampling import Sampler, SamplingParams
+from kimi_jax.generate.batch import Batch, Runner
+from kimi_jax.generate.chat import NEW_TOKENS as CHAT_NEW_TOKENS
+from kimi_jax.generate.chat import ChatOptions, ChatStream, conversations
+from kimi_jax.generate.language import Language
+from kimi_jax.generate.prompts import padded, requests, split, token_rows
+from kimi_jax.generate.results import Generation, StreamPiece
+from kimi_jax.generate.sampling import SamplingParams
 from kimi_jax.model import Decoder
 from kimi_jax.params import Params
+from kimi_jax.programs import Programs
+from kimi_jax.sharding import RULES
+from kimi_jax.text import Tokenizer
 from pallas_kernels.dispatch import Implementation
 
+_JAX_CONFIG: Any = jax.config  # its attributes are made at run time
+
 DTYPES = ("bfloat16", "float32", "float64")
-# Prompts longer than this are prefilled piece by piece, which bounds the memory of a call.
-PREFILL_TOKENS = 4096
-STEPS_PER_CALL = 64
-
-
-@dataclass(frozen=True)
-class Generation:
-    """What one prompt led to.
-
-    Attributes:
-        token_ids: new tokens only, a stop token included.
-        text: the new tokens as text, or None for a model without a tokenizer.
-        finish_reason: `stop` when the model ended the answer, `length` when max_new_tokens did.
-        prompt_tokens: tokens of the prompt.
-        logprobs: log-probability of each new token, when they were asked for.
-        top_logprobs: for each new token, the most probable tokens and their log-probabilities, when asked for.
-    """
-
-    token_ids: list[int]
-    text: str | None
-    finish_reason: Literal["stop", "length"]
-    prompt_tokens: int
-    logprobs: list[float] | None = None
-    top_logprobs: list[dict[int, float]] | None = None
+NEW_TOKENS = 256
+"""Bound on the new tokens of a prompt when the caller gives none."""
 
 
 class Kimi:
@@ -59,21 +48,32 @@ class Kimi:
         config: the model's config.
         params: nested dict of arrays; layers of one kind are stacked (see `Decoder`).
         decoder: the pure functions that take `params`.
+        dtype: of activations and caches.
+        programs: what has been compiled.
+        is_random: whether the parameters are random numbers in place of trained ones, as `kimi-jax init` writes them.
     """
 
-    def __init__(self, decoder: Decoder, params: Params, dtype: DTypeLike):
+    def __init__(
+        self,
+        decoder: Decoder,
+        params: Params,
+        dtype: DTypeLike,
+        *,
+        tokenizer: Tokenizer | None = None,
+        language: Language | None = None,
+        programs: Programs | None = None,
+        is_random: bool = False,
+    ):
+        """A model from its parts; `language` is made of `tokenizer` when it isn't given."""
         self.decoder = decoder
         self.config = decoder.config
         self.params = params
+        self.is_random = is_random
         self.dtype = jnp.dtype(dtype)
-        self._logits = jax.jit(decoder.logits)
-        self._prefill = jax.jit(decoder.prefill, donate_argnames="cache")
-        self._begin = jax.jit(loop.begin, static_argnames="top_logprobs", donate_argnames="cache")
-        self._advance = jax.jit(
-            functools.partial(loop.advance, decoder),
-            static_argnames=("num_steps", "top_logprobs"),
-            donate_argnames="progress",
-        )
+        self.programs = Programs() if programs is None else programs
+        self._language = Language.of(tokenizer, self.config) if language is None else language
+        self._logits = self.programs.add(decoder.logits, "logits")
+        self._runner = Runner(decoder, self.dtype, self.programs)
 
     @classmethod
     def from_pretrained(
@@ -81,46 +81,70 @@ class Kimi:
         directory: str | Path,
         dtype: DTypeLike | None = None,
         *,
+        mesh: Mesh | None = None,
+        rules: Mapping[str, str | None] | None = None,
+        verify: bool = False,
         implementation: Implementation | None = None,
+        compilation_cache: bool | str | os.PathLike[str] = True,
         progress: bool = True,
     ) -> "Kimi":
-        """Loads a Hugging Face directory: config.json and safetensors files.
+        """Loads a Hugging Face directory (config.json and safetensors files) or one that `convert` has written.
 
         Args:
-            directory: path.
+            directory: path; or `owner/name` on the Hugging Face hub, with the `hub` extra.
             dtype: of weights and activations: bfloat16, float32 or float64 (with jax_enable_x64). None: the config's.
                 Parameters that must be float32 stay so, and packed MXFP4 experts stay packed.
+            mesh: devices to spread the parameters over; each process reads only what its own devices hold. None: the
+                default device.
+            rules: mesh axis of each logical axis of the parameters; None: `sharding.RULES`.
+            verify: first compare the tensors with their recorded checksums, for checkpoints that this library wrote.
             implementation: of every operation; None lets each pick the best that runs here.
-            progress: say on standard error what is loaded, for which devices, and how long it took.
+            compilation_cache: keep compiled programs in `kimi_jax/xla` in the user's cache folder (True), in a folder
+                of your own (its path), or not (False). A cache that JAX is configured with is used in place of it.
+            progress: say on standard error what is loaded, for which devices, how, and later what is compiled.
 
         Raises:
             FileNotFoundError: no such directory or no config.json in it.
             ConfigError: the config isn't one of the family, or contradicts itself; all faults are listed.
-            CheckpointError: the tensors don't fit the config (all are listed), are damaged, or hold NaN.
+            CheckpointError: the tensors don't fit the config (all are listed), are damaged, or hold NaN; or the checkpoint
+                isn't whole.
+            ShardingError: a size of the model isn't a multiple of the mesh axis that splits it.
             ValueError: an illegal `dtype`.
         """
-        directory = Path(directory)
+        directory = resolve(directory, progress=progress)
         config = KimiConfig.from_directory(directory)
         dtype = _legal_dtype(config.dtype if dtype is None else dtype)
         decoder = Decoder(config, implementation)
-        began = time.monotonic()
-        params = load_params(CheckpointReader(directory), decoder, dtype)
+        startup.warn_of_fallback()
         if progress:
-            size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-            devices = jax.devices()
-            print(
-                f"kimi_jax: {config.model_type}, {config.num_hidden_layers} layers, {dtype.name}, "
-                f"{size / 2**20:,.0f} MiB on {len(devices)} {devices[0].platform} device(s), "
-                f"operations: {implementation or 'xla'}, loaded in {time.monotonic() - began:.1f} s",
-                file=sys.stderr,
-            )
-        return cls(decoder, params, dtype)
+            line = startup.describe(decoder, dtype, None if mesh is None else dict(mesh.shape), rules or RULES)
+            print(f"kimi_jax: {line}", file=sys.stderr, flush=True)
+        began = time.monotonic()
+        checkpoint = open_checkpoint(directory)
+        params = load_params(checkpoint, decoder, dtype, mesh=mesh, rules=rules, verify=verify)
+        language = Language.of_directory(directory, config)
+        programs = Programs(CompileCache(compilation_cache), progress=progress)
+        model = cls(decoder, params, dtype, language=language, programs=programs, is_random=is_random(checkpoint))
+        if progress:
+            remarks = "; the weights are random numbers" if model.is_random else ""
+            remarks += f"; {language.no_chat}" if language.no_chat else ""
+            print(f"kimi_jax: loaded in {time.monotonic() - began:.1f} s{remarks}", file=sys.stderr, flush=True)
+        return model
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer.
+
+        Raises:
+            ValueError: it has none; the message says which file is missing.
+        """
+        return self._language.need_tokenizer("This")
 
     def logits(self, token_ids: Any) -> Float[Array, "B T V"]:
         """Next-token logits at every position.
 
         Args:
-            token_ids: [B, T] or [T] token ids.
+            token_ids: [B, T] or [T] token ids; or text.
 
         Returns:
             float32 [B, T, vocabulary] (float64 for a float64 model); B is 1 for a single sequence.
@@ -128,14 +152,15 @@ class Kimi:
         Raises:
             ValueError, TypeError: empty, ragged, not integers, out of vocabulary, or too long.
         """
-        rows = self._checked_rows(token_ids)
+        rows = token_rows(split(token_ids)[0], self.config, self._language)
         lengths = {len(row) for row in rows}
         if len(lengths) > 1:
             raise ValueError(
                 f"token_ids has rows of {sorted(lengths)} tokens, and logits takes rows of one length: call it row by row."
             )
-        tokens, count = _padded(rows, self.config.max_position_embeddings), len(rows[0])
-        return self._logits(self.params, tokens, jnp.full(len(rows), count, jnp.int32))[:, :count]
+        tokens, count = padded(rows, self.config.max_position_embeddings), len(rows[0])
+        what = f"logits of {tokens.shape[0]} x {tokens.shape[1]} tokens"
+        return self._logits(self.params, tokens, np.full(len(rows), count, np.int32), what=what)[:, :count]
 
     def generate(
         self,
@@ -148,7 +173,8 @@ class Kimi:
         """Continues prompts, greedily unless sampling is asked for.
 
         Args:
-            prompts: one prompt as token ids, or a list of prompts of any lengths.
+            prompts: one prompt as text or token ids, or a list of prompts of any lengths. Spellings of control tokens
+                in text are text: encode with `tokenizer.encode(..., allow_special=True)` where they are meant.
             max_new_tokens: bound on the new tokens of each; None: that of `sampling`.
             sampling: how tokens are chosen, for all prompts or one for each.
             **changes: single sampling parameters by name (`temperature=0.7, seed=1`), for all prompts.
@@ -157,137 +183,173 @@ class Kimi:
             One `Generation` for one prompt, a list of them for a list.
 
         Raises:
-            ValueError, TypeError: an empty prompt, a token out of vocabulary, an illegal or unknown sampling parameter,
-                or more tokens than max_position_embeddings.
+            ValueError, TypeError: an empty prompt, a token out of vocabulary, text without a tokenizer, an illegal or
+                unknown sampling parameter, or more tokens than max_position_embeddings.
         """
-        single = _is_one_prompt(prompts)
-        rows = self._checked_rows(prompts)
-        if max_new_tokens is not None:
-            changes["max_new_tokens"] = max_new_tokens
-        requests = self._requests(sampling, changes, rows)
+        batch, single = self._batch(prompts, max_new_tokens, sampling, changes, streaming=False)
+        results: dict[int, Generation] = {}
+        for update in batch.updates():
+            if update.result is not None:
+                results[update.index] = update.result
+        return results[0] if single else [results[i] for i in range(len(results))]
 
-        emitted = list(self._emitted(rows, requests))
-        results = [
-            self._result(i, row, request, emitted) for i, (row, request) in enumerate(zip(rows, requests, strict=True))
-        ]
-        return results[0] if single else results
-
-    def _result(self, i: int, row: np.ndarray, request: SamplingParams, emitted: list[loop.Emitted]) -> Generation:
-        """Row i of a batch's pieces."""
-
-        def column(name: str) -> np.ndarray:
-            return np.concatenate([getattr(piece, name)[i] for piece in emitted])
-
-        tokens = column("tokens")
-        valid = tokens >= 0
-        token_ids = tokens[valid].tolist()
-        logprobs = column("logprobs")[valid].tolist() if request.logprobs else None
-        top = None
-        if request.top_logprobs:
-            pairs = zip(column("top_tokens")[valid].tolist(), column("top_logprobs")[valid].tolist(), strict=True)
-            top = [dict(list(zip(*pair, strict=True))[: request.top_logprobs]) for pair in pairs]
-        stopped = token_ids[-1] in self._stop_ids(request)
-        return Generation(token_ids, None, "stop" if stopped else "length", len(row), logprobs, top)
-
-    def _emitted(self, rows: list[np.ndarray], requests: list[SamplingParams]) -> Iterator[loop.Emitted]:
-        """New tokens of a batch, some steps at a time, as NumPy arrays."""
-        limits = np.array([request.max_new_tokens for request in requests], np.int32)
-        stops = [self._stop_ids(request) for request in requests]
-        stop_ids = np.full((len(rows), max(1, *map(len, stops))), -1, np.int32)
-        for row, stop in zip(stop_ids, stops, strict=True):
-            row[: len(stop)] = stop
-        wants = any(request.logprobs or request.top_logprobs for request in requests)
-        top_logprobs = max(request.top_logprobs for request in requests) if wants else None
-
-        sampler = Sampler.of(requests, rows, self.config.vocab_size)
-        logits, cache = self._prefilled(rows, int(limits.max()))
-        state, emitted = self._begin(logits, cache, limits, sampler, stop_ids, top_logprobs=top_logprobs)
-        yield jax.device_get(emitted)
-        steps = min(STEPS_PER_CALL, bucket(int(limits.max())))
-        while bool(state.active.any()):
-            state, emitted = self._advance(self.params, state, stop_ids, num_steps=steps, top_logprobs=top_logprobs)
-            yield jax.device_get(emitted)
-
-    def _prefilled(self, rows: list[np.ndarray], max_new_tokens: int) -> tuple[Array, Cache]:
-        """Logits of each prompt's last token and the cache after it; long prompts are run in pieces."""
-        longest = max(len(row) for row in rows)
-        capacity = min(bucket(longest + max_new_tokens), self.config.max_position_embeddings)
-        cache = Cache.allocate(self.config, len(rows), capacity, self.dtype)
-        lengths = np.array([len(row) for row in rows], np.int32)
-        logits = None
-        for first in range(0, longest, PREFILL_TOKENS):
-            piece = [row[first : first + PREFILL_TOKENS] for row in rows]
-            here = np.array([len(part) for part in piece], np.int32)
-            new, cache = self._prefill(self.params, _padded(piece, capacity), cache, here)
-            ends_here = (lengths > first) & (lengths <= first + PREFILL_TOKENS)
-            logits = new if logits is None else jnp.where(ends_here[:, None], new, logits)
-        assert logits is not None
-        return logits, cache
-
-    def _requests(
+    def stream(
         self,
-        sampling: SamplingParams | Sequence[SamplingParams] | None,
-        changes: Mapping[str, Any],
+        prompts: Any,
+        max_new_tokens: Any = None,
+        *,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        **changes: Any,
+    ) -> Iterator[StreamPiece]:
+        """Continues prompts, and hands on what is new as it comes.
+
+            for piece in model.stream("Once upon a time"):
+                print(piece, end="", flush=True)
+
+        Args:
+            prompts: as in `generate`. Pieces of several prompts come mixed, each with its index; a prompt's last piece
+                comes when it has ended, whatever the others do.
+            max_new_tokens: as in `generate`.
+            sampling: as in `generate`.
+            **changes: as in `generate`.
+
+        Raises:
+            ValueError, TypeError: as `generate`, at the call.
+        """
+        batch, _ = self._batch(prompts, max_new_tokens, sampling, changes, streaming=True)
+        return self._pieces(batch)
+
+    def chat(
+        self,
+        messages: Any,
+        max_new_tokens: Any = None,
+        *,
+        tools: Any = None,
+        thinking: bool | None = None,
+        effort: str | None = None,
+        tool_choice: str | None = None,
+        response_format: Mapping[str, Any] | None = None,
+        images: Any = None,
+        vendor_compatible: bool = False,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        **changes: Any,
+    ) -> Any:
+        """The assistant's answer to a conversation, or to each of several.
+
+        Args:
+            messages: `[{"role": "user", "content": "..."}, ...]` (see `kimi_jax.text.messages`), or a list of such
+                lists. Append `reply.to_message()` to go on.
+            max_new_tokens: bound on the new tokens; None: that of `sampling`.
+            tools: declarations of tools that the assistant may call.
+            thinking: whether it thinks before it answers; None: as the format does by default.
+            effort: how much it thinks: low, high or max, where the format has a form for it.
+            tool_choice: auto, none or required, where the format has a form for it.
+            response_format: `{"type": "json_object"}` and the like, where the format has a form for it. The model is
+                asked for the form, not held to it.
+            images: none; the models that are built so far read text.
+            vendor_compatible: see `kimi_jax.text.XtmlFormat`.
+            sampling: as in `generate`.
+            **changes: as in `generate`.
+
+        Returns:
+            A `ChatReply`, or a list of them for a list of conversations.
+
+        Raises:
+            MessageError: a message or an option isn't legal; the message of the error names it. A ValueError.
+            ValueError, TypeError: as `generate`; the model has no tokenizer or no chat format.
+        """
+        options = ChatOptions(tools, thinking, effort, tool_choice, response_format, images, vendor_compatible)
+        stream = self._chat(messages, options, max_new_tokens, sampling, changes, streaming=False)
+        for _ in stream:
+            pass
+        return stream.reply if stream.single else stream.replies
+
+    def chat_stream(
+        self,
+        messages: Any,
+        max_new_tokens: Any = None,
+        *,
+        tools: Any = None,
+        thinking: bool | None = None,
+        effort: str | None = None,
+        tool_choice: str | None = None,
+        response_format: Mapping[str, Any] | None = None,
+        images: Any = None,
+        vendor_compatible: bool = False,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        **changes: Any,
+    ) -> ChatStream:
+        """The same as `chat`, in deltas as they come: reasoning, text, tool calls, and marks of what went wrong.
+
+            stream = model.chat_stream(messages)
+            for delta in stream:
+                ...
+            messages.append(stream.reply.to_message())
+
+        The arguments, and what is raised, are those of `chat`.
+        """
+        options = ChatOptions(tools, thinking, effort, tool_choice, response_format, images, vendor_compatible)
+        return self._chat(messages, options, max_new_tokens, sampling, changes, streaming=True)
+
+    def chat_prompt(
+        self,
+        messages: Any,
+        *,
+        tools: Any = None,
+        thinking: bool | None = None,
+        effort: str | None = None,
+        tool_choice: str | None = None,
+        response_format: Mapping[str, Any] | None = None,
+        vendor_compatible: bool = False,
+    ) -> list[int]:
+        """The token ids that a conversation becomes, up to the opening of the answer; the arguments are `chat`'s."""
+        options = ChatOptions(tools, thinking, effort, tool_choice, response_format, None, vendor_compatible)
+        return options.prompt(self._language, messages).tolist()
+
+    def _batch(
+        self, prompts: Any, max_new_tokens: Any, sampling: Any, changes: dict[str, Any], *, streaming: bool
+    ) -> tuple[Batch, bool]:
+        given, single = split(prompts)
+        rows = token_rows(given, self.config, self._language)
+        return self._run(rows, max_new_tokens, sampling, changes, NEW_TOKENS, streaming=streaming), single
+
+    def _chat(
+        self,
+        messages: Any,
+        options: ChatOptions,
+        max_new_tokens: Any,
+        sampling: Any,
+        changes: dict[str, Any],
+        *,
+        streaming: bool,
+    ) -> ChatStream:
+        given, single = conversations(messages)
+        prompts = [options.prompt(self._language, conversation) for conversation in given]
+        rows = token_rows(prompts, self.config, self._language)
+        batch = self._run(rows, max_new_tokens, sampling, changes, CHAT_NEW_TOKENS, streaming=streaming)
+        return ChatStream(batch, [options.parser(self._language) for _ in given], single=single)
+
+    def _run(
+        self,
         rows: list[np.ndarray],
-    ) -> list[SamplingParams]:
-        given = [sampling] * len(rows) if sampling is None or isinstance(sampling, SamplingParams) else list(sampling)
-        if len(given) != len(rows):
-            raise ValueError(f"sampling has {len(given)} entries for {len(rows)} prompts: give one, or one a prompt.")
-        requests = [SamplingParams.of(one, changes) for one in given]
-        limit = self.config.max_position_embeddings
-        for row, request in zip(rows, requests, strict=True):
-            if len(row) + request.max_new_tokens > limit:
-                raise ValueError(
-                    f"a prompt of {len(row)} tokens and max_new_tokens={request.max_new_tokens} exceed "
-                    f"max_position_embeddings={limit}; at most {limit - len(row)} new tokens fit."
-                )
-            for token in request.stop_token_ids or ():
-                if token >= self.config.vocab_size:
-                    raise ValueError(
-                        f"stop_token_ids holds {token}; legal ids are 0 to vocab_size-1={self.config.vocab_size - 1}."
-                    )
-        return requests
+        max_new_tokens: Any,
+        sampling: Any,
+        changes: dict[str, Any],
+        default: int,
+        *,
+        streaming: bool,
+    ) -> Batch:
+        if max_new_tokens is not None:
+            changes = changes | {"max_new_tokens": max_new_tokens}
+        asked = requests(rows, sampling, changes, self.config, self._language, default)
+        return Batch(self._runner, self.params, self._language, asked, streaming=streaming)
 
-    def _stop_ids(self, request: SamplingParams) -> list[int]:
-        if request.stop_token_ids == ():
-            return []
-        return sorted({self.config.eos_token_id, *(request.stop_token_ids or ())})
-
-    def _checked_rows(self, token_ids: Any) -> list[np.ndarray]:
-        rows = [token_ids] if _is_one_prompt(token_ids) else list(token_ids)
-        if not rows:
-            raise ValueError("token_ids is empty: give at least one prompt of at least one token.")
-        return [self._checked_row(row, i) for i, row in enumerate(rows)]
-
-    def _checked_row(self, row: Any, number: int) -> np.ndarray:
-        array = np.asarray(row)
-        if array.ndim != 1:
-            raise ValueError(f"prompt {number} has {array.ndim} dimensions; a prompt is one sequence of token ids.")
-        if array.size == 0:
-            raise ValueError(f"prompt {number} is empty: a prompt has at least one token.")
-        if not np.issubdtype(array.dtype, np.integer):
-            raise TypeError(f"prompt {number} has dtype {array.dtype}; token ids are integers.")
-        outside = array[(array < 0) | (array >= self.config.vocab_size)]
-        if outside.size:
-            raise ValueError(
-                f"prompt {number} holds token id {int(outside[0])}; legal ids are 0 to vocab_size-1="
-                f"{self.config.vocab_size - 1}."
-            )
-        if array.size > self.config.max_position_embeddings:
-            raise ValueError(
-                f"prompt {number} has {array.size} tokens, more than max_position_embeddings="
-                f"{self.config.max_position_embeddings}."
-            )
-        return array.astype(np.int32)
-
-
-def _is_one_prompt(prompts: Any) -> bool:
-    if isinstance(prompts, (np.ndarray, jax.Array)):
-        return prompts.ndim < 2
-    if isinstance(prompts, Iterable):
-        first = next(iter(prompts), None)
-        return first is not None and np.ndim(first) == 0
-    return True
+    def _pieces(self, batch: Batch) -> Iterator[StreamPiece]:
+        for update in batch.updates():
+            text = None
+            if self._language.tokenizer is not None:
+                text = "".join(piece.text for piece in update.pieces)
+            yield StreamPiece(update.index, text, update.token_ids, update.result)
 
 
 def _legal_dtype(dtype: DTypeLike) -> np.dtype:
@@ -297,14 +359,6 @@ def _legal_dtype(dtype: DTypeLike) -> np.dtype:
         name = str(dtype)
     if name not in DTYPES:
         raise ValueError(f"dtype={dtype!r} isn't supported; legal are {', '.join(DTYPES)}.")
-    if name == "float64" and not jax.config.read("jax_enable_x64"):
+    if name == "float64" and not _JAX_CONFIG.jax_enable_x64:
         raise ValueError("dtype='float64' needs jax_enable_x64: call jax.config.update('jax_enable_x64', True) first.")
     return jnp.dtype(name)
-
-
-def _padded(rows: list[np.ndarray], limit: int) -> Array:
-    """Rows as one array, padded at the end to a bucket's length, but not past `limit`."""
-    tokens = np.zeros((len(rows), min(bucket(max(len(row) for row in rows)), limit)), np.int32)
-    for i, row in enumerate(rows):
-        tokens[i, : len(row)] = row
-    return jnp.asarray(tokens)

@@ -1,6 +1,5 @@
 """The decoder: embedding, layers, head; prefill, decode and logits as pure functions of parameters."""
 
-from dataclasses import field
 from typing import Any, NamedTuple
 
 import jax
@@ -48,13 +47,11 @@ class Rows:
         positions: [B, T] place of each token among its row's keys; -1 for padding.
         lengths: [B] valid tokens of each row (they come first), or None when all are valid or `segment_ids` says.
         segment_ids: [B, T] ids of packed sequences, -1 for padding, or None.
-        num_segments: bound on the sequences of a row, with `segment_ids`.
     """
 
     positions: Int[Array, "B T"]
     lengths: Int[Array, " B"] | None
     segment_ids: Int[Array, "B T"] | None
-    num_segments: int | None = field(default=None, metadata={"static": True})
 
 
 class Stream(NamedTuple):
@@ -124,7 +121,6 @@ class Decoder:
         token_ids: Int[Array, "B T"],
         lengths: Int[Array, " B"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
-        num_segments: int | None = None,
     ) -> Float[Array, "B T V"]:
         """Next-token logits of whole sequences, float32; differentiable in `params`.
 
@@ -133,16 +129,13 @@ class Decoder:
             token_ids: one sequence a row, or packed sequences with `segment_ids`.
             lengths: valid tokens of each row; logits past them mean nothing.
             segment_ids: [B, T] non-decreasing ids of packed sequences from 0, -1 for padding at the end.
-            num_segments: static bound on the sequences of a row, needed with `segment_ids`.
 
         Raises:
-            ValueError: both `lengths` and `segment_ids`, or one of `segment_ids` and `num_segments` alone.
+            ValueError: both `lengths` and `segment_ids`.
         """
         if segment_ids is not None and lengths is not None:
             raise ValueError("give lengths or segment_ids, not both: padding of packed rows has segment id -1.")
-        if (segment_ids is None) != (num_segments is None):
-            raise ValueError(f"segment_ids and num_segments={num_segments} go together: give both or neither.")
-        rows = _fresh_rows(token_ids, lengths, segment_ids, num_segments)
+        rows = _fresh_rows(token_ids, lengths, segment_ids)
         partial, bank = self._differentiable_layers(params, self._embed(params, token_ids), rows)
         return self._head(params, self._final(params, partial, bank))
 
@@ -303,7 +296,7 @@ class Decoder:
         self, mixer: Any, index: Any, x: Array, rows: Rows, cache: Cache | None, capture: bool
     ) -> tuple[Array, Cache | None, dict[str, Array]]:
         state = None if cache is None else cache.read_kda(index)
-        out, state = mixer(x, state, rows.lengths, rows.segment_ids, rows.num_segments, self.implementation)
+        out, state = mixer(x, state, rows.lengths, rows.segment_ids, self.implementation)
         return out, None if cache is None else cache.write_kda(index, state), {}
 
     def _mla(
@@ -414,7 +407,6 @@ def _fresh_rows(
     token_ids: Int[Array, "B T"],
     lengths: Int[Array, " B"] | None,
     segment_ids: Int[Array, "B T"] | None,
-    num_segments: int | None,
 ) -> Rows:
     steps = jnp.arange(token_ids.shape[1], dtype=jnp.int32)
     valid = jnp.ones(token_ids.shape, bool)
@@ -422,7 +414,7 @@ def _fresh_rows(
         valid = segment_ids >= 0
     elif lengths is not None:
         valid = steps < lengths[:, None]
-    return Rows(jnp.where(valid, steps, -1), lengths, segment_ids, num_segments)
+    return Rows(jnp.where(valid, steps, -1), lengths, segment_ids)
 
 
 def _further_rows(

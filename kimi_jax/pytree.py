@@ -15,19 +15,19 @@ def pytree(cls: Class) -> Class:
     jax rebuilds trees around shapes, shardings and placeholders, so rebuilding doesn't call `__init__`: the shapes in
     the annotations are a promise about arrays, and are checked where arrays are put in.
     """
-    cls = dataclasses.dataclass(frozen=True)(cls)
-    names = [field.name for field in dataclasses.fields(cls) if not field.metadata.get("static")]
-    static = [field.name for field in dataclasses.fields(cls) if field.metadata.get("static")]
+    made: Any = dataclasses.dataclass(frozen=True)(cls)
+    names = [field.name for field in dataclasses.fields(made) if not field.metadata.get("static")]
+    static = [field.name for field in dataclasses.fields(made) if field.metadata.get("static")]
 
     def flatten(value: Any) -> tuple[list[tuple[Any, Any]], tuple]:
         children = [(jax.tree_util.GetAttrKey(name), getattr(value, name)) for name in names]
         return children, tuple(getattr(value, name) for name in static)
 
     def unflatten(aux: tuple, children: Any) -> Any:
-        value = object.__new__(cls)
+        value = object.__new__(made)
         for name, child in [*zip(names, children, strict=True), *zip(static, aux, strict=True)]:
             object.__setattr__(value, name, child)
         return value
 
-    jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
-    return cls
+    jax.tree_util.register_pytree_with_keys(made, flatten, unflatten)
+    return made

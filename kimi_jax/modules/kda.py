@@ -68,7 +68,6 @@ class KimiDeltaAttention(nnx.Module):
         state: KdaState | None,
         lengths: Int[Array, " B"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
-        num_segments: int | None = None,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B T D"], KdaState]:
         """Runs T new tokens on `state` (None: a fresh one).
@@ -77,13 +76,11 @@ class KimiDeltaAttention(nnx.Module):
             x: normalised layer input.
             state: what the layer kept from earlier tokens of the same rows.
             lengths: valid tokens of each row; None: all T.
-            segment_ids: ids of packed sequences, below `num_segments`; each starts from a fresh state.
-            num_segments: bound on the sequences of a row, with `segment_ids`.
+            segment_ids: ids of packed sequences; each starts from a fresh state.
             implementation: of the operations; None picks.
 
         Returns:
-            (output, state after each row's last valid token). With `segment_ids` the state belongs to no single
-            sequence and must not be used.
+            (output, state after each row's last valid token).
         """
         batch, tokens, hidden = x.shape
         heads, width = self.config.kda.num_heads, self.config.kda.head_dim
@@ -108,7 +105,6 @@ class KimiDeltaAttention(nnx.Module):
             initial_state=None if state is None else state.state,
             lengths=lengths,
             segment_ids=segment_ids,
-            num_segments=num_segments,
             gate_lower_bound=bound,
             implementation=implementation,
         )

@@ -1,0 +1,136 @@
+"""What is said before a model is loaded: where it will run, how, and what it takes."""
+
+import logging
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from kimi_jax.cache import Cache
+from kimi_jax.checkpoint.locate import packed_shapes
+from kimi_jax.compile_cache import jax_setting
+from kimi_jax.model import Decoder
+from kimi_jax.params import Params, ParamSpec, is_spec, named_specs
+from kimi_jax.sharding import RULES, shard_shape
+from pallas_kernels import dispatch
+from pallas_kernels.dispatch import Choice
+from pallas_kernels.mxfp4 import Mxfp4
+from pallas_kernels.precision import at_least_float32
+
+_log = logging.getLogger(__name__)
+# Files by which a driver shows an accelerator, whether or not JAX can use it.
+_ACCELERATORS = {"nvidia[0-9]*": "an NVIDIA GPU", "accel[0-9]*": "a TPU"}
+
+
+def describe(
+    decoder: Decoder, dtype: DTypeLike, mesh: Mapping[str, int] | None, rules: Mapping[str, str | None] = RULES
+) -> str:
+    """One line: the model, its devices, bytes on each, and which implementation each operation will run, and why.
+
+    Args:
+        decoder: the model.
+        dtype: of its parameters and activations.
+        mesh: sizes of the mesh axes, or None for one device.
+        rules: mesh axis of each logical axis.
+    """
+    devices = 1 if mesh is None else math.prod(mesh.values())
+    kind = jax.devices()[0]
+    where = f"{devices} {kind.platform} device{'' if devices == 1 else 's'} ({kind.device_kind})"
+    size = device_bytes(decoder, dtype, mesh or {}, rules) / 2**20
+    return (
+        f"{decoder.config.model_type}, {decoder.config.num_hidden_layers} layers, {jnp.dtype(dtype).name}, on {where}, "
+        f"{size:,.1f} MiB of parameters on each; {in_words(choices(decoder, dtype))}"
+    )
+
+
+def device_bytes(
+    decoder: Decoder, dtype: DTypeLike, mesh: Mapping[str, int], rules: Mapping[str, str | None] = RULES
+) -> int:
+    """Bytes of parameters on one device.
+
+    Raises:
+        ShardingError: a size of the model isn't a multiple of the mesh axis that splits it.
+    """
+    total = 0
+    for path, spec in named_specs(decoder.specs).items():
+        if spec.has_experts and decoder.config.quantization is not None:
+            for shape in packed_shapes(spec.shape):
+                total += math.prod(shard_shape(path, spec, mesh, rules, shape))
+        else:
+            kind = at_least_float32(dtype) if spec.float32 else jnp.dtype(dtype)
+            total += math.prod(shard_shape(path, spec, mesh, rules)) * kind.itemsize
+    return total
+
+
+def choices(decoder: Decoder, dtype: DTypeLike) -> dict[str, Choice]:
+    """The implementation that each operation of a model chooses here; nothing is computed.
+
+    Raises:
+        UnsupportedImplementationError: the one that was asked for can't run.
+    """
+
+    def leaf(spec: ParamSpec) -> Any:
+        if spec.has_experts and decoder.config.quantization is not None:
+            return Mxfp4(*(jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in packed_shapes(spec.shape)))
+        return jax.ShapeDtypeStruct(spec.shape, at_least_float32(dtype) if spec.float32 else dtype)
+
+    def run(params: Params) -> jax.Array:
+        cache = Cache.allocate(decoder.config, 1, 1, dtype)
+        return decoder.prefill(params, jnp.zeros((1, 1), jnp.int32), cache)[0]
+
+    with _noting_choices() as found:
+        jax.eval_shape(run, jax.tree.map(leaf, decoder.specs, is_leaf=is_spec))
+    return found
+
+
+@contextmanager
+def _noting_choices() -> Iterator[dict[str, Choice]]:
+    """Collects what operations choose in the block, by operation."""
+    found: dict[str, Choice] = {}
+
+    def choose(operation: str, requested: Any, candidates: Any) -> Choice:
+        found[operation] = dispatch.choose(operation, requested, candidates)
+        return found[operation]
+
+    operations = [
+        module
+        for name, module in sys.modules.items()
+        if name.startswith("pallas_kernels.") and getattr(module, "choose", None) is dispatch.choose
+    ]
+    operations = [module for module in operations if module is not dispatch]
+    for module in operations:
+        module.__dict__["choose"] = choose
+    try:
+        yield found
+    finally:
+        for module in operations:
+            module.__dict__["choose"] = dispatch.choose
+
+
+def in_words(found: Mapping[str, Choice]) -> str:
+    """Operations by implementation and reason."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for operation, choice in sorted(found.items()):
+        reason = choice.reason.replace(f"{operation} has", "there is").replace(".;", ";").rstrip(".")
+        groups.setdefault((choice.name, reason), []).append(operation)
+    return "; ".join(f"{name} for {', '.join(names)} ({reason})" for (name, reason), names in groups.items())
+
+
+def warn_of_fallback(devices: Path = Path("/dev")) -> None:
+    """Warns, in the log, when JAX runs on the CPU of a host that seems to have an accelerator, unless it was told to."""
+    if jax.default_backend() != "cpu" or jax_setting("jax_platforms"):
+        return
+    found = [name for pattern, name in _ACCELERATORS.items() if any(devices.glob(pattern))]
+    if found:
+        _log.warning(
+            "This host seems to have %s, but JAX %s sees only the CPU, which is far slower. Install JAX for the "
+            "accelerator (pip install 'kimi-jax[cuda]' or 'kimi-jax[tpu]'), or set JAX_PLATFORMS=cpu to be asked no more.",
+            found[0],
+            jax.__version__,
+        )
