@@ -8,7 +8,7 @@ export JAX_PLATFORMS ?= cpu
 .PHONY: help setup test lint types fast parity bench demo clean
 
 help:
-	@echo "make demo    generate with a tiny model"
+	@echo "make demo    look into a tiny checkpoint and generate with it (random weights: token ids, not a story)"
 	@echo "make test    lint, types, and the test suite"
 	@echo "make parity  the suite against transformers and torch on the CPU"
 	@echo "make bench   benchmarks; tables on standard output"
@@ -22,7 +22,16 @@ $(VENV)/.parity: $(VENV)/.dev
 	$(PIP) --constraint constraints.txt --editable '.[dev,parity]'
 	@touch $@
 
+$(VENV)/.run: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --constraint constraints.txt --editable .
+	@touch $@
+
 setup: $(VENV)/.dev
+
+demo: $(VENV)/.run
+	$(BIN)/kimi-jax inspect tests/golden/kimi-k31-tiny
+	$(BIN)/kimi-jax generate tests/golden/kimi-k31-tiny --token-ids 1,2,3,4 --max-new-tokens 24
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

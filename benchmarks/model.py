@@ -87,9 +87,10 @@ def compare(ours: Callable[[], object], theirs: Callable[[], object], repeats: i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or '').splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, help="write the table as JSON too")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", default="", help="run the cases whose name contains this")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     arguments = parser.parse_args()
 
@@ -98,7 +99,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         reference.save_pretrained(directory)
         (Path(directory) / "config.json").write_text(json.dumps(CONFIG))
-        model = Kimi.from_pretrained(directory, dtype=arguments.dtype)
+        model = Kimi.from_pretrained(directory, dtype=arguments.dtype, progress=False)
 
     count = sum(leaf.size for leaf in jax.tree.leaves(model.params))
     experts = sum(leaf.size for leaf in jax.tree.leaves(model.params["experts"]))
@@ -111,6 +112,9 @@ def main() -> None:
     rng = np.random.default_rng(0)
     rows = []
     for batch, prompt, new in ((1, 512, 0), (1, 1024, 0), (4, 512, 0), (1, 512, 64), (8, 128, 64)):
+        name = f"{'decode ' if new else 'prefill'} B={batch} T={prompt}"
+        if arguments.only not in name:
+            continue
         ids = rng.integers(3, CONFIG["vocab_size"], (batch, prompt), dtype=np.int32)
         torch_ids = torch.from_numpy(ids).long()
 
@@ -130,12 +134,12 @@ def main() -> None:
 
         # A prompt and one token is the prefill; what further tokens add to it is the decode.
         times = compare(partial(ours, 1), partial(theirs, 1), arguments.repeats)
-        name, tokens = f"prefill B={batch} T={prompt}", batch * prompt
+        tokens = batch * prompt
         if new:
             whole = compare(partial(ours, new + 1), partial(theirs, new + 1), arguments.repeats)
             times = {key: whole[key] - times[key] for key in ("ours_s", "transformers_s")}
             times["ratio"] = times["transformers_s"] / times["ours_s"]
-            name, tokens = f"decode  B={batch} T={prompt}", batch * new
+            tokens = batch * new
         rows.append({"case": name, "tokens": tokens, **times})
         print(
             f"{name:24} {tokens / times['ours_s']:10.0f} tok/s  transformers "

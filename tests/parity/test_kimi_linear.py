@@ -1,6 +1,8 @@
 """The whole Kimi-Linear model against transformers on a CPU, float64, random weights."""
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -57,6 +59,9 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     reference = KimiLinearForCausalLM(
         KimiLinearConfig(**{key: value for key, value in config.items() if key != "rope_scaling"})
     ).double()
+    # The other implementations have no float64.
+    reference.set_attn_implementation("eager")
+    reference.set_experts_implementation("eager")
     randomise(reference, request.param)
     reference.eval().save_pretrained(directory)
     (directory / "config.json").write_text(json.dumps(config))
@@ -67,8 +72,17 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         jax.config.update("jax_enable_x64", False)
 
 
+@contextlib.contextmanager
+def nothing_below_float64() -> Iterator[None]:
+    """The reference rounds norms, gates and router scores to float32 by name: here that name means float64."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "float32", torch.float64)
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        yield
+
+
 def reference_logits(reference: KimiLinearForCausalLM, ids: np.ndarray) -> np.ndarray:
-    with torch.no_grad():
+    with torch.no_grad(), nothing_below_float64():
         return reference(torch.from_numpy(ids).long()).logits.numpy()
 
 
@@ -96,8 +110,9 @@ def test_prefill_then_decode(pair) -> None:
 def test_greedy_tokens(pair) -> None:
     reference, model = pair
     ids = np.random.default_rng(1).integers(0, model.config.vocab_size, 33, dtype=np.int32)
-    want = reference.generate(
-        torch.from_numpy(ids[None]).long(), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
-    found = model.generate(ids, max_new_tokens=20, stop_token_ids=[])
+    with nothing_below_float64():
+        want = reference.generate(
+            torch.from_numpy(ids[None]).long(), max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+    found = model.generate(ids, max_new_tokens=20, stop_token_ids=())
     assert found.token_ids == want[0, len(ids) :].tolist()
