@@ -3,6 +3,7 @@
 from kimi_jax.api import Kimi
 from kimi_jax.cache import Cache
 from kimi_jax.checkpoint import CheckpointError
+from kimi_jax.checkpoint.convert import convert
 from kimi_jax.config import ConfigError, KimiConfig
 from kimi_jax.generate.results import ChatReply, Generation, StreamPiece
 from kimi_jax.generate.sampling import SamplingParams
@@ -19,4 +20,5 @@ __all__ = [
     "KimiConfig",
     "SamplingParams",
     "StreamPiece",
+    "convert",
 ]

@@ -115,6 +115,7 @@ class Kimi:
         config = KimiConfig.from_directory(directory)
         dtype = _legal_dtype(config.dtype if dtype is None else dtype)
         decoder = Decoder(config, implementation)
+        programs = Programs(CompileCache(compilation_cache), progress=progress)
         startup.warn_of_fallback()
         if progress:
             line = startup.describe(decoder, dtype, None if mesh is None else dict(mesh.shape), rules or RULES)
@@ -123,7 +124,6 @@ class Kimi:
         checkpoint = open_checkpoint(directory)
         params = load_params(checkpoint, decoder, dtype, mesh=mesh, rules=rules, verify=verify)
         language = Language.of_directory(directory, config)
-        programs = Programs(CompileCache(compilation_cache), progress=progress)
         model = cls(decoder, params, dtype, language=language, programs=programs, is_random=is_random(checkpoint))
         if progress:
             remarks = "; the weights are random numbers" if model.is_random else ""
@@ -138,7 +138,9 @@ class Kimi:
         Raises:
             ValueError: it has none; the message says which file is missing.
         """
-        return self._language.need_tokenizer("This")
+        if self._language.tokenizer is None:
+            raise ValueError(self._language.no_tokenizer)
+        return self._language.tokenizer
 
     def logits(self, token_ids: Any) -> Float[Array, "B T V"]:
         """Next-token logits at every position.

@@ -1,5 +1,6 @@
 """Functions compiled once for every shape they meet, with a word about what is compiled and for how long."""
 
+import functools
 import sys
 import time
 from collections.abc import Callable
@@ -97,6 +98,13 @@ class Program:
 
 def _kind(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array):
-        return leaf.shape, leaf.dtype, leaf.sharding
+        return leaf.shape, leaf.dtype, _layout(leaf.sharding, leaf.shape)
     array = np.asarray(leaf)
     return array.shape, array.dtype
+
+
+@functools.lru_cache(maxsize=4096)
+def _layout(sharding: Any, shape: tuple[int, ...]) -> Any:
+    """Which part of an array lies where. One layout may be spelled in several ways, and is one for a program."""
+    parts = sharding.devices_indices_map(shape)
+    return tuple((device.id, tuple((part.start, part.stop) for part in index)) for device, index in parts.items())

@@ -4,6 +4,7 @@ Each process reads the parts that its own devices hold, and of those only the by
 that it needs. Reads run side by side; what is read and not yet on a device is bounded.
 """
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
@@ -79,16 +81,38 @@ def load_params(
         _targets(path, spec, located[path][0].packed, dtype, mesh, rules or RULES)
         for path, spec in zip(paths, flat, strict=True)
     ]
-    if verify:
-        verify_checkpoint(reader, part=jax.process_index(), parts=jax.process_count())
-
-    arrays = _place(source, [target for plan in plans for target in plan], bytes_in_flight)
-    leaves: list[Any] = []
-    for plan in plans:
-        parts = [next(arrays) for _ in plan]
-        leaves.append(parts[0] if len(parts) == 1 else Mxfp4(*parts))
-    raise_if(source.problems, f"{reader.directory} can't be loaded")
+    with _agreeing(mesh):
+        if verify:
+            shared = mesh is not None
+            verify_checkpoint(
+                reader, part=jax.process_index() if shared else 0, parts=jax.process_count() if shared else 1
+            )
+        arrays = list(_place(source, [target for plan in plans for target in plan], bytes_in_flight))
+        raise_if(source.problems, f"{reader.directory} can't be loaded")
+    placed = iter(arrays)
+    leaves = [parts[0] if len(parts) == 1 else Mxfp4(*parts) for parts in ([next(placed) for _ in p] for p in plans)]
     return jax.tree.unflatten(treedef, leaves)
+
+
+@contextlib.contextmanager
+def _agreeing(mesh: Mesh | None) -> Iterator[None]:
+    """Makes a failure that one process of a mesh meets a failure of all, which would otherwise wait for it.
+
+    Raises:
+        CheckpointError: this process's own, or one that says that another process has the reason.
+    """
+    failure: CheckpointError | None = None
+    try:
+        yield
+    except CheckpointError as error:
+        failure = error
+    if mesh is not None and jax.process_count() > 1:
+        failures = multihost_utils.process_allgather(np.array(failure is not None))
+        if failure is None and np.any(failures):
+            numbers = ", ".join(map(str, np.flatnonzero(failures)))
+            failure = CheckpointError(f"The checkpoint can't be loaded; process {numbers} says what is wrong with it.")
+    if failure is not None:
+        raise failure
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ Values = Init | Literal["codes", "scales"]
 
 
 @dataclass(frozen=True)
-class _Tensor:
+class RandomTensor:
     """A tensor to fill: the first `used` values are noise (in its own shape, row-major), the rest is zero."""
 
     info: TensorInfo
@@ -102,7 +102,7 @@ def init_random(
     begun = state(target, "huggingface", mark)
     if begun is not None and begun.complete:
         return target
-    tensors = dict(_tensors(model))
+    tensors = dict(tensors_of(model))
     shards = list(_shards(tensors, shard_bytes))
     size = sum(tensor.info.nbytes for tensor in tensors.values())
     summary = check_resources(target, disk_needed(size), BASE_MEMORY)
@@ -167,8 +167,8 @@ def _copy_config(file: Path, target: Path) -> None:
 # What there is to fill.
 
 
-def _tensors(config: KimiConfig) -> Iterator[tuple[str, _Tensor]]:
-    """Every tensor of a release, layer by layer, then the rest."""
+def tensors_of(config: KimiConfig) -> Iterator[tuple[str, RandomTensor]]:
+    """Every tensor that a release of this config holds: layer by layer, then the rest, then the image tower."""
     prefix = TEXT_PREFIX if config.model_type != "kimi_linear" else ""
     named = named_specs(Decoder(config).specs)
     by_layer: dict[int, list[tuple[str, ParamSpec]]] = {}
@@ -183,16 +183,19 @@ def _tensors(config: KimiConfig) -> Iterator[tuple[str, _Tensor]]:
         for name, shape in _vision(config.vision):
             kind: Values = "ones" if "norm" in name else "normal"
             info = TensorInfo(_DTYPES[config.dtype], shape)
-            yield name, _Tensor(info, kind, math.prod(shape), config.initializer_range)
+            yield name, RandomTensor(info, kind, math.prod(shape), config.initializer_range)
 
 
-def _stored(config: KimiConfig, name: str, spec: ParamSpec) -> Iterator[tuple[str, _Tensor]]:
+def _stored(config: KimiConfig, name: str, spec: ParamSpec) -> Iterator[tuple[str, RandomTensor]]:
     deviation = config.initializer_range
     if spec.has_experts and config.quantization is not None:
         codes, scales = packed_shapes(spec.tensor_shape)
         for suffix, shape, values in (("packed", codes, "codes"), ("scale", scales, "scales")):
             kind: Values = "codes" if values == "codes" else "scales"
-            yield f"{name}_{suffix}", _Tensor(TensorInfo(np.dtype(np.uint8), shape), kind, math.prod(shape), deviation)
+            yield (
+                f"{name}_{suffix}",
+                RandomTensor(TensorInfo(np.dtype(np.uint8), shape), kind, math.prod(shape), deviation),
+            )
         return
     # Kimi-Linear's files are assumed to keep convolutions and output norms in the model's type, unlike K3's.
     wide = spec.float32 and (config.k3_shaped or not (spec.adapt == "conv" or spec.init == "ones"))
@@ -201,7 +204,7 @@ def _stored(config: KimiConfig, name: str, spec: ParamSpec) -> Iterator[tuple[st
     used = math.prod(spec.tensor_shape)
     if spec.adapt == "narrow":
         shape = others[0] if not config.k3_shaped else (-(-used // _PADDED_HEADS) * _PADDED_HEADS,)
-    yield name, _Tensor(TensorInfo(dtype, shape), spec.init, used, deviation)
+    yield name, RandomTensor(TensorInfo(dtype, shape), spec.init, used, deviation)
 
 
 def _vision(vision: VisionConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -225,7 +228,7 @@ def _vision(vision: VisionConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "mm_projector.post_norm.weight", (vision.text_hidden_size,)
 
 
-def _shards(tensors: dict[str, _Tensor], shard_bytes: int) -> Iterator[list[str]]:
+def _shards(tensors: dict[str, RandomTensor], shard_bytes: int) -> Iterator[list[str]]:
     shard: list[str] = []
     size = 0
     for name, tensor in tensors.items():
@@ -242,7 +245,7 @@ def _shards(tensors: dict[str, _Tensor], shard_bytes: int) -> Iterator[list[str]
 
 
 def _write(
-    partial: PartialFile, tensors: dict[str, _Tensor], seed: int, pool: ThreadPoolExecutor
+    partial: PartialFile, tensors: dict[str, RandomTensor], seed: int, pool: ThreadPoolExecutor
 ) -> Iterator[tuple[str, int]]:
     """Writes a file's tensors, block by block; yields each name with its checksum."""
     jobs = [
@@ -272,7 +275,7 @@ def _ahead(pool: ThreadPoolExecutor, calls: Iterable[Callable[[], np.ndarray]]) 
         yield waiting.popleft().result()
 
 
-def _block(name: str, number: int, block: Box, tensor: _Tensor, seed: int) -> np.ndarray:
+def _block(name: str, number: int, block: Box, tensor: RandomTensor, seed: int) -> np.ndarray:
     """Values of one block; they depend on the seed, the tensor's name and the block's number alone."""
     generator = np.random.default_rng([seed, zlib.crc32(name.encode()), number])
     (size,) = block.shape
@@ -282,7 +285,7 @@ def _block(name: str, number: int, block: Box, tensor: _Tensor, seed: int) -> np
     return values
 
 
-def _noise(generator: np.random.Generator, tensor: _Tensor, size: int) -> np.ndarray:
+def _noise(generator: np.random.Generator, tensor: RandomTensor, size: int) -> np.ndarray:
     match tensor.values:
         case "normal":
             return generator.standard_normal(size, np.float32) * np.float32(tensor.deviation)

@@ -63,7 +63,7 @@ def save_piece(
             shutil.rmtree(rest)
         target.parent.mkdir(parents=True, exist_ok=True)
         with _context(arrays, stack), _quiet():
-            ocp.save(str(target), dict(arrays))
+            ocp.save(str(target.absolute()), dict(arrays))
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{target} can't be written: {_reason(error)}") from error
     # TensorStore has synchronised the files' contents, not their names.
@@ -127,7 +127,7 @@ class ArrayStore:
             "driver": "zarr3",
             "kvstore": {
                 "driver": "ocdbt",
-                "base": f"{base.as_uri()}/",
+                "base": {"driver": "file", "path": f"{base}/"},
                 "path": f"{key}/",
                 "cache_pool": "cache_pool#names",
             },

@@ -4,6 +4,7 @@ import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,6 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from kimi_jax.generate.sampling import Integer, Number, SamplingParams
 from kimi_jax.pytree import pytree
-
-# Ranked by every filter before the whole vocabulary is. Most nuclei are smaller, and sorting 160 thousand logits costs
-# as much as a small model.
-CANDIDATES = 128
 
 
 @pytree
@@ -102,8 +99,7 @@ class Sampler:
             scaled = centred / jnp.where(greedy, 1, self.temperature)[:, None].astype(scores.dtype)
             keep = kept(scaled, self.top_k, self.top_p, self.min_p)
             noise = jax.vmap(_noise, in_axes=(0, 0, None))(self.keys, step, scores.shape[-1])
-            # argmax(z + Gumbel noise) is a draw from softmax(z). The noise belongs to a token, not to a rank, so it
-            # doesn't matter how the filters found theirs.
+            # argmax(z + Gumbel noise) is a draw from softmax(z). The noise belongs to a token, whatever its rank.
             noisy = jnp.where(keep, scaled + noise.astype(scores.dtype), -jnp.inf)
             return jnp.argmax(noisy, axis=-1).astype(jnp.int32)
 
@@ -130,10 +126,7 @@ class Sampler:
 def kept(
     scaled: Float[Array, "B V"], top_k: Int[Array, " B"], top_p: Float[Array, " B"], min_p: Float[Array, " B"]
 ) -> Bool[Array, "B V"]:
-    """The tokens that top_k, then top_p, then min_p leave.
-
-    Each filter keeps the beginning of the ranking by probability, then id: so a rank is looked for, and the token that
-    has it. Only the most probable tokens are ranked, unless a row's rank lies beyond them.
+    """The tokens that top_k, then top_p, then min_p leave; nothing is sorted.
 
     Args:
         scaled: logits over the temperature, less their maximum.
@@ -141,58 +134,52 @@ def kept(
         top_p: above 0, to 1, which keeps all.
         min_p: from 0, which keeps all, to 1.
     """
-    vocab_size = scaled.shape[-1]
-    # Renormalising doesn't change the ratio to the most probable token, whose p is exp(0) here.
+    everything = jnp.ones(scaled.shape, bool)
+    limited, nucleus = top_k < scaled.shape[-1], top_p < 1
+
+    def first_k() -> Bool[Array, "B V"]:
+        return _leading(scaled, everything.astype(scaled.dtype), top_k.astype(scaled.dtype)) | ~limited[:, None]
+
+    among = jax.lax.cond(limited.any(), first_k, lambda: everything)
+
+    def first_p() -> Bool[Array, "B V"]:
+        mass = jnp.where(among, jnp.exp(scaled), 0)
+        return _leading(scaled, mass, top_p.astype(scaled.dtype) * mass.sum(-1)) | ~nucleus[:, None]
+
+    # Renormalising doesn't change the ratio to the most probable token, whose share is exp(0) here.
     likely = scaled >= jnp.log(min_p.astype(scaled.dtype))[:, None]
-    ranked = (top_k < vocab_size) | (top_p < 1)
-
-    def before_last() -> Bool[Array, "B V"]:
-        num_candidates = min(CANDIDATES, vocab_size)
-        last, complete = _last(*jax.lax.top_k(scaled, num_candidates), scaled, top_k, top_p)
-
-        def rank_all() -> tuple[Array, Array]:
-            ids = jnp.broadcast_to(jnp.arange(vocab_size, dtype=jnp.int32), scaled.shape)
-            negated, ids = jax.lax.sort((-scaled, ids), num_keys=2)
-            found, _ = _last(-negated, ids, scaled, top_k, top_p)
-            # A row that the candidates suffice for keeps their answer: another order of summation could round to
-            # another rank, and then a neighbour would have changed the row.
-            return jax.tree.map(lambda few, all_: jnp.where(complete, few, all_), last, found)
-
-        value, token = jax.lax.cond((complete | ~ranked).all(), lambda: last, rank_all)
-        tied = (scaled == value[:, None]) & (jnp.arange(vocab_size) <= token[:, None])
-        return (scaled > value[:, None]) | tied | ~ranked[:, None]
-
-    return likely & jax.lax.cond(ranked.any(), before_last, lambda: jnp.ones(scaled.shape, bool))
+    return among & likely & jax.lax.cond(nucleus.any(), first_p, lambda: everything)
 
 
-def _last(
-    values: Float[Array, "B N"],
-    ids: Int[Array, "B N"],
-    scaled: Float[Array, "B V"],
-    top_k: Int[Array, " B"],
-    top_p: Float[Array, " B"],
-) -> tuple[tuple[Array, Array], Bool[Array, " B"]]:
-    """The last token that top_k and top_p keep, looked for among the first of the ranking.
+def _leading(
+    scaled: Float[Array, "B V"], weight: Float[Array, "B V"], target: Float[Array, " B"]
+) -> Bool[Array, "B V"]:
+    """The beginning of the ranking, by descending value and then by id, whose weight first reaches the target.
 
-    Returns:
-        ((its value, its id), whether it was among them).
+    The last value in it is found by halving the range of all floats: as many sums over the vocabulary as a float has
+    bits, which are far cheaper than sorting it. Equal values have equal weights.
     """
-    num_ranked, vocab_size = values.shape[-1], scaled.shape[-1]
-    within_k = jnp.arange(num_ranked) < top_k[:, None]
-    mass = jnp.where(within_k, jnp.exp(values), 0)
-    all_of_k = (top_k <= num_ranked) | (num_ranked == vocab_size)
-    total = jnp.where(all_of_k, mass.sum(-1), jnp.exp(scaled).sum(-1))
-    # Mass of the tokens before each: its own would be taken off again with an error.
-    before = jnp.cumsum(mass, axis=-1)[:, :-1]
-    before = jnp.concatenate([jnp.zeros_like(mass[:, :1]), before], axis=-1)
-    limit = jnp.where(top_p < 1, top_p.astype(scaled.dtype) * total, jnp.inf)
-    count = jnp.maximum((within_k & (before < limit[:, None])).sum(-1), 1)
-    # With top_k beyond the candidates its total isn't known; without one, the rank that reaches top_p must be seen.
-    complete = all_of_k | ((top_k == vocab_size) & (count < num_ranked))
-    at = count[:, None] - 1
-    value = jnp.take_along_axis(values, at, axis=-1)[:, 0]
-    token = jnp.take_along_axis(ids, at, axis=-1)[:, 0].astype(jnp.int32)
-    return (value, token), complete
+    # Distances from the maximum: floats that aren't negative are in the order of their bits.
+    bits = jnp.finfo(scaled.dtype).bits
+    integer = jnp.int64 if bits == 64 else jnp.int32
+    distance = jax.lax.bitcast_convert_type(jnp.abs(scaled), integer)
+    # Of a target that has become 0, nothing would be enough.
+    target = jnp.maximum(target, jnp.finfo(scaled.dtype).tiny)
+
+    def halve(_: Any, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        below, reached = bounds
+        middle = below + (reached - below) // 2
+        enough = jnp.where(distance <= middle[:, None], weight, 0).sum(-1) >= target
+        return jnp.where(enough, below, middle), jnp.where(enough, middle, reached)
+
+    furthest = jax.lax.bitcast_convert_type(jnp.array(jnp.inf, scaled.dtype), integer)
+    start = jnp.full(target.shape, -1, integer), jnp.full(target.shape, furthest, integer)
+    _, last = jax.lax.fori_loop(0, bits, halve, start)
+    before, tied = distance < last[:, None], distance == last[:, None]
+    missing = target - jnp.where(before, weight, 0).sum(-1)
+    each = jnp.where(tied, weight, 0).max(-1)
+    needed = jnp.ceil(missing / jnp.where(each > 0, each, 1))
+    return before | (tied & (jnp.cumsum(tied, axis=-1) <= needed[:, None]))
 
 
 def _noise(key: UInt32[Array, "2"], step: Int[Array, ""], size: int) -> Float[Array, " V"]:

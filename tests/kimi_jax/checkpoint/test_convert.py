@@ -203,6 +203,17 @@ def test_conversion_works_under_an_active_mesh(tmp_path: Path, source: Path) -> 
         convert(source, tmp_path / "orbax", verify=True, progress=False)
 
 
+def test_relative_paths_and_odd_names(
+    tmp_path: Path, tensors: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    odd = Path("süß #1 %20?")
+    plain_checkpoint(odd / "source", k3_config(), tensors)
+    convert(odd / "source", odd / "orbax", verify=True, progress=False)
+    convert(odd / "orbax", odd / "back", to="hf", verify=True, progress=False)
+    assert same(tensors, tensors_of(odd / "back"))
+
+
 # The finished state.
 
 

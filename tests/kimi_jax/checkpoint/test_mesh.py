@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from kimi_jax.checkpoint.convert import convert
-from tests.kimi_jax.checkpoint.sources import environment, k3_config, linear_config, random_checkpoint, run_script
+from tests.kimi_jax.checkpoint.sources import (
+    environment,
+    k3_config,
+    linear_config,
+    plain_checkpoint,
+    random_checkpoint,
+    run_script,
+    tensors_of,
+)
 
 DEVICES = "--xla_force_host_platform_device_count={}"
 
@@ -71,12 +79,13 @@ TWO_PROCESSES = """
 import sys
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from kimi_jax.checkpoint import CheckpointError
 from kimi_jax.checkpoint.load import load_params
 from kimi_jax.checkpoint.opened import open_checkpoint
 from kimi_jax.config import KimiConfig
 from kimi_jax.model import Decoder
 from kimi_jax.sharding import automatic
-number, count, port, target, small, *larger = sys.argv[1:]
+number, count, port, target, damaged, small, *larger = sys.argv[1:]
 if int(count) > 1:
     jax.distributed.initialize(f"127.0.0.1:{port}", int(count), int(number))
 assert len(jax.devices()) == 4 and len(jax.local_devices()) == 4 // int(count)
@@ -87,6 +96,10 @@ for path in larger:
     print("bytes", checkpoint.bytes_read)
 mesh = automatic(jax.make_mesh((2, 2), ("expert", "tensor")))
 decoder = Decoder(KimiConfig.from_directory(small))
+try:
+    load_params(open_checkpoint(damaged), decoder, "float32", mesh=mesh)
+except CheckpointError as error:
+    print("refused:", " ".join(str(error).split()))
 params = load_params(open_checkpoint(small), decoder, "float32", mesh=mesh, verify=True)
 logits = jax.jit(decoder.logits, out_shardings=NamedSharding(mesh, PartitionSpec()))
 found = logits(params, np.arange(24, dtype=np.int32).reshape(2, 12))
@@ -142,25 +155,31 @@ def two_layers() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
-    """A small converted one, and a larger one in both formats."""
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ...]:
+    """One with a NaN in its last expert, a small converted one, and a larger one in both formats."""
     place = tmp_path_factory.mktemp("two")
     random_checkpoint(place / "small", two_layers())
     random_checkpoint(place / "large", linear_config(num_experts=16, vocab_size=2048))
     for name in ("small", "large"):
         convert(place / name, place / f"{name}-orbax", progress=False)
-    return place / "small-orbax", place / "large", place / "large-orbax"
+    tensors = tensors_of(place / "small")
+    tensors["model.layers.1.block_sparse_moe.experts.7.w2.weight"][0, 0] = np.nan
+    plain_checkpoint(place / "damaged", two_layers(), tensors)
+    return place / "damaged", place / "small-orbax", place / "large", place / "large-orbax"
 
 
-def test_two_processes_each_read_about_half_and_compute_the_same(
-    tmp_path: Path, checkpoints: tuple[Path, Path, Path]
-) -> None:
+@pytest.mark.slow
+def test_two_processes_each_read_about_half_and_compute_the_same(tmp_path: Path, checkpoints: tuple[Path, ...]) -> None:
     alone = launch(1, 4, tmp_path / "alone", *checkpoints)
     together = launch(2, 2, tmp_path / "together", *checkpoints)
-    total = sum(file.stat().st_size for file in checkpoints[1].glob("*.safetensors"))
+    total = sum(file.stat().st_size for file in checkpoints[2].glob("*.safetensors"))
     for read in (read for printed in together for read in bytes_read(printed)):
         assert 0.5 < read / total < 0.6
     assert bytes_read(alone[0])[0] > 0.99 * total
+    # Only the second process holds the last experts, and both must stop.
+    refusals = [line for printed in together for line in printed.splitlines() if line.startswith("refused: ")]
+    assert refusals[0] == "refused: The checkpoint can't be loaded; process 1 says what is wrong with it."
+    assert "model.layers.1.block_sparse_moe.experts.7.w2.weight holds NaN." in refusals[1]
     expected = np.load(tmp_path / "alone-0.npy")
     for number in range(2):
         np.testing.assert_allclose(np.load(tmp_path / f"together-{number}.npy"), expected, rtol=0, atol=1e-5)

@@ -30,6 +30,21 @@ def test_names_types_and_shapes_are_those_of_the_released_layout(tmp_path: Path,
     assert padded == ({(1, 1, 4, 1)} if family == "kimi-linear-tiny" else {(128,)})
 
 
+TOTALS = """
+import json, sys
+from pathlib import Path
+from kimi_jax.checkpoint.random_weights import tensors_of
+from kimi_jax.config import KimiConfig
+tensors = dict(tensors_of(KimiConfig.from_dict(json.loads(Path(sys.argv[1]).read_text()))))
+print(len(tensors), sum(tensor.info.nbytes for tensor in tensors.values()))
+"""
+
+
+def test_k3_has_the_published_number_of_tensors_and_bytes() -> None:
+    """The released index says 497,220 tensors and total_size 1,560,860,324,864."""
+    assert sources.run_script(TOTALS, CONFIGS / "kimi-k3.json").split() == ["497220", "1560860324864"]
+
+
 def test_heads_are_padded_as_k3_pads_them(tmp_path: Path) -> None:
     config = k3_config()
     config["text_config"]["linear_attn_config"]["num_heads"] = 96

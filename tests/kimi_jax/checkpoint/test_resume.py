@@ -49,6 +49,7 @@ def kill_after(arguments: list[str], directory: Path, steps: int, delay: float) 
     return process.wait() != 0
 
 
+@pytest.mark.slow
 def test_killed_conversions_end_as_undisturbed_ones(tmp_path: Path, source: Path) -> None:
     moments = random.Random(0)
     calm, killed, back = tmp_path / "calm", tmp_path / "killed", tmp_path / "back"
@@ -117,6 +118,7 @@ for source in sys.argv[3:]:
 """
 
 
+@pytest.mark.slow
 def test_memory_doesnt_grow_with_the_checkpoint(tmp_path: Path) -> None:
     """Above what a first conversion took, larger ones take no more than the bound on arrays explains."""
     layers = [linear_config(num_experts=experts, vocab_size=1024) for experts in (16, 48, 96)]

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from kimi_jax import Kimi
+from kimi_jax import Kimi, api
 from tests.kimi_jax.generate import tiny
 from tests.kimi_jax.generate.scripted import Actor
 
@@ -28,8 +28,14 @@ def model(linear_directory: Path, compilation_cache: Path) -> Kimi:
 
 
 @pytest.fixture(scope="session")
-def the_actor() -> Actor:
-    return Actor()
+def the_actor(compilation_cache: Path) -> Actor:
+    return Actor(compilation_cache)
+
+
+@pytest.fixture(autouse=True)
+def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chats have caches of the size that everything else has, so that there are fewer programs to compile."""
+    monkeypatch.setattr(api, "CHAT_NEW_TOKENS", 256)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """A model whose logits are known: what it is told to say, or one distribution for ever."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -8,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from kimi_jax import Kimi, KimiConfig
+from kimi_jax.compile_cache import CompileCache
 from kimi_jax.generate.language import Language
 from kimi_jax.model import Decoder
+from kimi_jax.programs import Programs
 from kimi_jax.text import Tokenizer, k2, xtml
 from tests.kimi_jax.generate import tiny
 from tests.kimi_jax.text.golden import path
@@ -34,13 +37,14 @@ class Actor:
 
     ROWS, LENGTH = 8, 2048
 
-    def __init__(self) -> None:
+    def __init__(self, compilation_cache: str | Path):
         self._config = KimiConfig.from_dict(tiny.config("kimi_linear"))
         self._languages = {
             family: Language.of(tokenizer(family), KimiConfig.from_dict(tiny.config(family)))
             for family in ("kimi_linear", "kimi_k3")
         }
-        self.model = Kimi(ScriptedDecoder(self._config), {}, jnp.float32)
+        programs = Programs(CompileCache(compilation_cache))
+        self.model = Kimi(ScriptedDecoder(self._config), {}, jnp.float32, programs=programs)
         self.speaks("kimi_linear")
         self.constant(np.zeros(tiny.VOCABULARY, np.float32))
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from kimi_jax import Kimi, cli
+from kimi_jax.generate.language import Language
 from tests.kimi_jax.generate import tiny
 from tests.kimi_jax.generate.scripted import Actor
 from tests.kimi_jax.generate.test_chat import K2_ANSWER, TOOLS, XTML_ANSWER
@@ -81,6 +82,25 @@ def test_generate_from_token_ids(actor: Actor, run: Callable[..., Result]) -> No
     found = run("generate", "m", "--token-ids", "1, 2,3")
     assert found.out == actor.model.tokenizer.decode([5, 6]) + "\n"
     assert "3 new tokens after 3 of the prompt" in found.err
+
+
+def test_generate_without_a_tokenizer_prints_ids(actor: Actor, run: Callable[..., Result]) -> None:
+    actor.told([[1, 2, 3]], [[5, 6, tiny.END]])
+    actor.model._language = Language.of(None, actor.model.config, "tiktoken.model is missing.")
+    assert run("generate", "m", "--token-ids", "1,2,3").out == f"5 6 {tiny.END} \n"
+    found = run("generate", "m", "hello")
+    assert (found.status, found.out) == (1, "")
+    assert "This model has no tokenizer: tiktoken.model is missing." in found.err
+
+
+def test_closed_pipe_is_no_error(actor: Actor, run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    says(actor, "more than anybody wants to read")
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        found = run("generate", "m", "hello", "--quiet")
+    assert (found.status, found.err) == (141, "")
 
 
 def test_generate_samples(actor: Actor, run: Callable[..., Result]) -> None:
@@ -249,10 +269,8 @@ def test_chat_reports_malformed_answers(talk: Callable[..., Result]) -> None:
 
 
 def test_chat_refuses_a_model_that_cannot(run: Callable[..., Result], actor: Actor) -> None:
-    language = actor.model._language
-    actor.model._language = type(language).of(None, actor.model.config, "tiktoken.model is missing.")
+    actor.model._language = Language.of(None, actor.model.config, "tiktoken.model is missing.")
     found = run("chat", "m", stdin="hi\n")
-    actor.model._language = language
     assert found.status == 1
     assert found.err.startswith("kimi-jax: error: A chat needs a tokenizer")
 
@@ -301,9 +319,10 @@ TERMINAL = """
 import sys, time
 import jax.numpy as jnp, numpy as np
 from kimi_jax import Kimi, cli
+from kimi_jax.generate.language import Language
 from tests.kimi_jax.generate.scripted import Actor
 
-actor = Actor()
+actor = Actor(sys.argv[1])
 actor.speaks("kimi_k3")
 tokenizer = actor.model.tokenizer
 thought = tokenizer.encode("hmm<|close|>think<|sep|><|open|>response<|sep|>", allow_special=True)
@@ -323,7 +342,7 @@ class Slow:
 actor.model._run = told
 actor.model._runner.advance = Slow()
 Kimi.from_pretrained = classmethod(lambda *_, **__: actor.model)
-sys.exit(cli.main(["chat", "m", "--max-new-tokens", "900"]))
+sys.exit(cli.main(["chat", "m", "--max-new-tokens", "400"]))
 """
 PTY = "import pty, sys; sys.exit(pty.spawn(sys.argv[1:]) >> 8)"
 
@@ -331,11 +350,11 @@ PTY = "import pty, sys; sys.exit(pty.spawn(sys.argv[1:]) >> 8)"
 class Terminal:
     """A program in a terminal of its own, made by a process that has no threads, which a fork would not survive."""
 
-    def __init__(self, script: Path):
+    def __init__(self, *command: str | Path):
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "TERM": "xterm"}
         environment.pop("NO_COLOR", None)
         self._process = subprocess.Popen(
-            [sys.executable, "-c", PTY, sys.executable, str(script)],
+            [sys.executable, "-c", PTY, sys.executable, *map(str, command)],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -374,10 +393,12 @@ class Terminal:
         return status
 
 
-def test_chat_in_a_terminal(tmp_path: Path) -> None:
+def test_chat_in_a_terminal(actor: Actor, compilation_cache: Path, tmp_path: Path) -> None:
+    # Compiled here, for the process too.
+    actor.told([[1]], [[5]]).generate([1], 2)
     script = tmp_path / "chat.py"
     script.write_text(TERMINAL)
-    terminal = Terminal(script)
+    terminal = Terminal(script, compilation_cache)
     terminal.expect("/help lists commands")
     terminal.expect("> ")
     terminal.type("hello\n")
@@ -399,7 +420,7 @@ def test_chat_in_a_terminal(tmp_path: Path) -> None:
     messages = json.loads((tmp_path / "saved.json").read_text())["messages"]
     assert [message["role"] for message in messages] == ["user", "assistant"] * 2
     assert set(messages[1]["content"]) == {"x"}
-    assert len(messages[1]["content"]) < 800
+    assert len(messages[1]["content"]) < 380
     # Ctrl-C in front of the prompt takes back the line; Ctrl-D leaves.
     terminal.type("half a line\x03")
     terminal.expect("> ")

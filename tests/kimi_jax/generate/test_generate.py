@@ -12,6 +12,7 @@ import pytest
 from kimi_jax import Generation, Kimi, SamplingParams
 from kimi_jax.buckets import SMALLEST_CAPACITY, bucket, capacity
 from kimi_jax.cache import Cache
+from kimi_jax.generate import batch
 from kimi_jax.generate.batch import STEPS
 from kimi_jax.generate.sampler import Sampler
 from tests.kimi_jax.generate import tiny
@@ -67,6 +68,14 @@ def test_order_does_not_matter_bit_for_bit(model: Kimi) -> None:
     together, reversed_ = run(model, batch_of_eight()), run(model, batch_of_eight()[::-1])
     for one, other in zip(together, reversed_[::-1], strict=True):
         assert replace(one, timings=None) == replace(other, timings=None)
+
+
+def test_long_prompts_are_run_in_pieces(model: Kimi, alone: list[Generation], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside prompts that end in the first piece."""
+    monkeypatch.setattr(batch, "PREFILL_TOKENS", 64)
+    same(run(model, [prompts(LENGTHS)[4]])[0], alone[4])
+    for found, want in zip(run(model, batch_of_eight()), [*alone, alone[2], alone[0], alone[4]], strict=True):
+        same(found, want)
 
 
 @pytest.mark.parametrize(("row", "copies"), [(2, 4), (4, 8)])
@@ -230,7 +239,9 @@ def compilations(caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
     found += [r.getMessage() for r in caplog.records if "Finished XLA compilation" in r.getMessage()]
 
 
-def test_new_length_in_a_known_bucket_compiles_nothing(model: Kimi, caplog: pytest.LogCaptureFixture) -> None:
+def test_new_length_in_a_known_bucket_compiles_nothing(
+    model: Kimi, actor: Actor, caplog: pytest.LogCaptureFixture
+) -> None:
     model.generate(prompts((40,))[0], 30, logprobs=True, top_logprobs=1)
     known = len(model.programs.compiled)
     with compilations(caplog) as compiled:
@@ -249,7 +260,7 @@ def test_new_length_in_a_known_bucket_compiles_nothing(model: Kimi, caplog: pyte
     assert compiled == []
     assert len(model.programs.compiled) == known
     with compilations(caplog) as compiled:
-        model.generate([prompts((3,))[0]] * 2, 1)
+        actor.told([[1]] * 3, [[5]] * 3).generate([[1]] * 3, 1)
     # The counter counts.
     assert compiled
 

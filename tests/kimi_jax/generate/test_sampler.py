@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from kimi_jax import SamplingParams
-from kimi_jax.generate import sampler
 from kimi_jax.generate.sampler import Sampler, _noise, kept
 
 VOCABULARY = 160
@@ -203,8 +202,7 @@ def cases(rows: int, seed: int) -> list[Case]:
 def kept_of(found: list[Case]) -> np.ndarray:
     arrays = Sampler.of([case.params for case in found], [PROMPT] * len(found), VOCABULARY)
     scaled = jnp.asarray(np.stack([case.scaled for case in found]))
-    # A new function each time: the number of candidates is read while it is traced.
-    return np.asarray(jax.jit(lambda *given: kept(*given))(scaled, arrays.top_k, arrays.top_p, arrays.min_p))
+    return np.asarray(jax.jit(kept)(scaled, arrays.top_k, arrays.top_p, arrays.min_p))
 
 
 def test_filters_keep_exactly_what_their_definitions_do() -> None:
@@ -215,16 +213,8 @@ def test_filters_keep_exactly_what_their_definitions_do() -> None:
         np.testing.assert_array_equal(mask, want, err_msg=str(case.params))
 
 
-@pytest.mark.parametrize("candidates", [1, 2, 16, VOCABULARY])
-def test_number_of_candidates_does_not_matter(candidates: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = cases(200, seed=2)
-    want = kept_of(found)
-    monkeypatch.setattr(sampler, "CANDIDATES", candidates)
-    np.testing.assert_array_equal(kept_of(found), want)
-
-
 def test_row_ignores_its_neighbours_bit_for_bit() -> None:
-    """Also neighbours that make the whole vocabulary be sorted, or nothing be drawn at all."""
+    """Also neighbours that need filters which the row doesn't, or nothing to be drawn at all."""
     rng = np.random.default_rng(3)
     own = cases(8, seed=4)
     own_seeds = [replace(case.params, seed=int(rng.integers(2**62))) for case in own]

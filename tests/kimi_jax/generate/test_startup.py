@@ -20,8 +20,10 @@ def released(name: str) -> Decoder:
     return Decoder(KimiConfig.from_dict(json.loads((CONFIGS / f"{name}.json").read_text())))
 
 
-@pytest.mark.parametrize("family", golden_data.FAMILIES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [("kimi-linear-tiny", "float32"), ("kimi-k3-tiny-mxfp4", "float32"), ("kimi-k31-tiny", "bfloat16")],
+)
 def test_bytes_are_those_that_loading_takes(family: str, dtype: str) -> None:
     model = golden_data.model(family, dtype)
     assert startup.device_bytes(model.decoder, dtype, {}) == sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
