@@ -152,7 +152,8 @@ class Session:
         elif name != "effort" and name != "tool_choice" and not isinstance(value, bool):
             raise ValueError(f"{name}={value!r} must be true or false.")
         if name in _OPTIONS:
-            options = {key: self.settings[key] for key in _OPTIONS if key in self.settings} | {name: value}
+            options: dict[str, Any] = {key: self.settings[key] for key in _OPTIONS if key in self.settings}
+            options[name] = value
             self.model.chat_prompt(_PROBE, tools=self.tools or None, **options)
         self.settings[name] = value
 
