@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from kimi_jax import startup
+from kimi_jax.buckets import bucket
 from kimi_jax.checkpoint.hub import resolve
 from kimi_jax.checkpoint.load import load_params
 from kimi_jax.checkpoint.opened import is_random, open_checkpoint
@@ -24,7 +25,7 @@ from kimi_jax.generate.batch import Batch, Runner
 from kimi_jax.generate.chat import NEW_TOKENS as CHAT_NEW_TOKENS
 from kimi_jax.generate.chat import ChatOptions, ChatStream, conversations
 from kimi_jax.generate.language import Language
-from kimi_jax.generate.prompts import padded, requests, split, token_rows
+from kimi_jax.generate.prompts import Request, padded, requests, split, token_rows
 from kimi_jax.generate.results import Generation, StreamPiece
 from kimi_jax.generate.sampling import SamplingParams
 from kimi_jax.model import Decoder
@@ -32,6 +33,7 @@ from kimi_jax.params import Params
 from kimi_jax.programs import Programs
 from kimi_jax.sharding import RULES
 from kimi_jax.text import Tokenizer
+from kimi_jax.text.shown import shown
 from pallas_kernels.dispatch import Implementation
 
 _JAX_CONFIG: Any = jax.config  # its attributes are made at run time
@@ -91,7 +93,8 @@ class Kimi:
         """Loads a Hugging Face directory (config.json and safetensors files) or one that `convert` has written.
 
         Args:
-            directory: path; or `owner/name` on the Hugging Face hub, with the `hub` extra.
+            directory: path; the name of a model that comes with the package (`kimi-tiny`); or `owner/name` on the
+                Hugging Face hub, with the `hub` extra.
             dtype: of weights and activations: bfloat16, float32 or float64 (with jax_enable_x64). None: the config's.
                 Parameters that must be float32 stay so, and packed MXFP4 experts stay packed.
             mesh: devices to spread the parameters over; each process reads only what its own devices hold. None: the
@@ -105,13 +108,14 @@ class Kimi:
 
         Raises:
             FileNotFoundError: no such directory or no config.json in it.
+            TypeError: `directory` is neither text nor a path.
             ConfigError: the config isn't one of the family, or contradicts itself; all faults are listed.
             CheckpointError: the tensors don't fit the config (all are listed), are damaged, or hold NaN; or the checkpoint
                 isn't whole.
             ShardingError: a size of the model isn't a multiple of the mesh axis that splits it.
             ValueError: an illegal `dtype`.
         """
-        directory = resolve(directory, progress=progress)
+        directory = _directory(directory, progress)
         config = KimiConfig.from_directory(directory)
         dtype = _legal_dtype(config.dtype if dtype is None else dtype)
         decoder = Decoder(config, implementation)
@@ -160,7 +164,8 @@ class Kimi:
             raise ValueError(
                 f"token_ids has rows of {sorted(lengths)} tokens, and logits takes rows of one length: call it row by row."
             )
-        tokens, count = padded(rows, self.config.max_position_embeddings), len(rows[0])
+        count = len(rows[0])
+        tokens = padded(rows, min(bucket(count), self.config.max_position_embeddings))
         what = f"logits of {tokens.shape[0]} x {tokens.shape[1]} tokens"
         return self._logits(self.params, tokens, np.full(len(rows), count, np.int32), what=what)[:, :count]
 
@@ -226,32 +231,22 @@ class Kimi:
         messages: Any,
         max_new_tokens: Any = None,
         *,
-        tools: Any = None,
-        thinking: bool | None = None,
-        effort: str | None = None,
-        tool_choice: str | None = None,
-        response_format: Mapping[str, Any] | None = None,
-        images: Any = None,
-        vendor_compatible: bool = False,
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
-        **changes: Any,
+        **options: Any,
     ) -> Any:
         """The assistant's answer to a conversation, or to each of several.
+
+            reply = model.chat([{"role": "user", "content": "Hello"}], tools=[...], effort="low", temperature=0.7)
+
+        Every call runs the whole conversation through the model; nothing is kept from the turn before.
 
         Args:
             messages: `[{"role": "user", "content": "..."}, ...]` (see `kimi_jax.text.messages`), or a list of such
                 lists. Append `reply.to_message()` to go on.
             max_new_tokens: bound on the new tokens; None: that of `sampling`.
-            tools: declarations of tools that the assistant may call.
-            thinking: whether it thinks before it answers; None: as the format does by default.
-            effort: how much it thinks: low, high or max, where the format has a form for it.
-            tool_choice: auto, none or required, where the format has a form for it.
-            response_format: `{"type": "json_object"}` and the like, where the format has a form for it. The model is
-                asked for the form, not held to it.
-            images: none; the models that are built so far read text.
-            vendor_compatible: see `kimi_jax.text.XtmlFormat`.
             sampling: as in `generate`.
-            **changes: as in `generate`.
+            **options: options of a chat by name, which are tools, thinking, effort, tool_choice, response_format and
+                vendor_compatible (see `ChatOptions`); and single sampling parameters, as in `generate`.
 
         Returns:
             A `ChatReply`, or a list of them for a list of conversations.
@@ -260,8 +255,7 @@ class Kimi:
             MessageError: a message or an option isn't legal; the message of the error names it. A ValueError.
             ValueError, TypeError: as `generate`; the model has no tokenizer or no chat format.
         """
-        options = ChatOptions(tools, thinking, effort, tool_choice, response_format, images, vendor_compatible)
-        stream = self._chat(messages, options, max_new_tokens, sampling, changes, streaming=False)
+        stream = self._chat(messages, max_new_tokens, sampling, options, streaming=False)
         for _ in stream:
             pass
         return stream.reply if stream.single else stream.replies
@@ -271,15 +265,8 @@ class Kimi:
         messages: Any,
         max_new_tokens: Any = None,
         *,
-        tools: Any = None,
-        thinking: bool | None = None,
-        effort: str | None = None,
-        tool_choice: str | None = None,
-        response_format: Mapping[str, Any] | None = None,
-        images: Any = None,
-        vendor_compatible: bool = False,
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
-        **changes: Any,
+        **options: Any,
     ) -> ChatStream:
         """The same as `chat`, in deltas as they come: reasoning, text, tool calls, and marks of what went wrong.
 
@@ -290,60 +277,39 @@ class Kimi:
 
         The arguments, and what is raised, are those of `chat`.
         """
-        options = ChatOptions(tools, thinking, effort, tool_choice, response_format, images, vendor_compatible)
-        return self._chat(messages, options, max_new_tokens, sampling, changes, streaming=True)
+        return self._chat(messages, max_new_tokens, sampling, options, streaming=True)
 
-    def chat_prompt(
-        self,
-        messages: Any,
-        *,
-        tools: Any = None,
-        thinking: bool | None = None,
-        effort: str | None = None,
-        tool_choice: str | None = None,
-        response_format: Mapping[str, Any] | None = None,
-        vendor_compatible: bool = False,
-    ) -> list[int]:
+    def chat_prompt(self, messages: Any, **options: Any) -> list[int]:
         """The token ids that a conversation becomes, up to the opening of the answer; the arguments are `chat`'s."""
-        options = ChatOptions(tools, thinking, effort, tool_choice, response_format, None, vendor_compatible)
-        return options.prompt(self._language, messages).tolist()
+        return ChatOptions.of(options)[0].prompt(self._language, messages).tolist()
 
     def _batch(
         self, prompts: Any, max_new_tokens: Any, sampling: Any, changes: dict[str, Any], *, streaming: bool
     ) -> tuple[Batch, bool]:
         given, single = split(prompts)
         rows = token_rows(given, self.config, self._language)
-        return self._run(rows, max_new_tokens, sampling, changes, NEW_TOKENS, streaming=streaming), single
+        asked = requests(rows, sampling, _bounded(changes, max_new_tokens), self.config, self._language, NEW_TOKENS)
+        return self._run(asked, streaming=streaming), single
 
     def _chat(
-        self,
-        messages: Any,
-        options: ChatOptions,
-        max_new_tokens: Any,
-        sampling: Any,
-        changes: dict[str, Any],
-        *,
-        streaming: bool,
+        self, messages: Any, max_new_tokens: Any, sampling: Any, keywords: dict[str, Any], *, streaming: bool
     ) -> ChatStream:
+        options, changes = ChatOptions.of(keywords)
         given, single = conversations(messages)
         prompts = [options.prompt(self._language, conversation) for conversation in given]
-        rows = token_rows(prompts, self.config, self._language)
-        batch = self._run(rows, max_new_tokens, sampling, changes, CHAT_NEW_TOKENS, streaming=streaming)
+        asked = requests(
+            token_rows(prompts, self.config, self._language),
+            sampling,
+            _bounded(changes, max_new_tokens),
+            self.config,
+            self._language,
+            CHAT_NEW_TOKENS,
+            options.structure(self._language),
+        )
+        batch = self._run(asked, streaming=streaming)
         return ChatStream(batch, [options.parser(self._language) for _ in given], single=single)
 
-    def _run(
-        self,
-        rows: list[np.ndarray],
-        max_new_tokens: Any,
-        sampling: Any,
-        changes: dict[str, Any],
-        default: int,
-        *,
-        streaming: bool,
-    ) -> Batch:
-        if max_new_tokens is not None:
-            changes = changes | {"max_new_tokens": max_new_tokens}
-        asked = requests(rows, sampling, changes, self.config, self._language, default)
+    def _run(self, asked: Sequence[Request], *, streaming: bool) -> Batch:
         return Batch(self._runner, self.params, self._language, asked, streaming=streaming)
 
     def _pieces(self, batch: Batch) -> Iterator[StreamPiece]:
@@ -354,13 +320,30 @@ class Kimi:
             yield StreamPiece(update.index, text, update.token_ids, update.result)
 
 
+def _directory(source: Any, progress: bool) -> Path:
+    if not isinstance(source, str | Path):
+        raise TypeError(f"directory={shown(source)} must be the path of a model's directory, or owner/name on the hub.")
+    found = resolve(source, progress=progress)
+    if not str(source) or not (found / "config.json").is_file():
+        there = "there is no config.json in it" if str(source) and found.is_dir() else "there is no such directory"
+        raise FileNotFoundError(
+            f"{str(source)!r} is no model: {there}. Legal are a Hugging Face or converted directory, or owner/name on "
+            "the Hugging Face hub."
+        )
+    return found
+
+
+def _bounded(changes: dict[str, Any], max_new_tokens: Any) -> dict[str, Any]:
+    return changes if max_new_tokens is None else changes | {"max_new_tokens": max_new_tokens}
+
+
 def _legal_dtype(dtype: DTypeLike) -> np.dtype:
     try:
         name = jnp.dtype(dtype).name
     except TypeError:
         name = str(dtype)
     if name not in DTYPES:
-        raise ValueError(f"dtype={dtype!r} isn't supported; legal are {', '.join(DTYPES)}.")
+        raise ValueError(f"dtype={shown(dtype)} isn't supported; legal are {', '.join(DTYPES)}.")
     if name == "float64" and not _JAX_CONFIG.jax_enable_x64:
         raise ValueError("dtype='float64' needs jax_enable_x64: call jax.config.update('jax_enable_x64', True) first.")
     return jnp.dtype(name)

@@ -21,6 +21,8 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
+from kimi_jax.text.shown import shown
+
 _log = logging.getLogger(__name__)
 # JAX's cache is one global; two threads must not point it to two places at once.
 _LOCK = threading.Lock()
@@ -72,7 +74,7 @@ class CompileCache:
 
     def __init__(self, choice: bool | str | os.PathLike[str]):
         if not isinstance(choice, bool | str | os.PathLike):
-            raise TypeError(f"compilation_cache={choice!r} must be True, False or the path of a folder.")
+            raise TypeError(f"compilation_cache={shown(choice)} must be True, False or the path of a folder.")
         self.folder: Path | None = None
         self._verified: set[str] = set()
         if choice is False or _configured_by_caller():

@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,7 @@ class Programs:
     Attributes:
         seconds: spent compiling so far.
         compiled: what has been compiled, in order.
+        lock: held while one is looked for and compiled.
     """
 
     def __init__(self, cache: CompileCache | None = None, *, progress: bool = False):
@@ -29,6 +31,8 @@ class Programs:
         self.compiled: list[str] = []
         self._cache = CompileCache(False) if cache is None else cache
         self._progress = progress
+        # Threads that need the same program wait for the first of them.
+        self.lock = threading.Lock()
 
     def add(
         self,
@@ -90,9 +94,10 @@ class Program:
         """The program for the shapes of `args`, compiled if need be."""
         leaves, structure = jax.tree.flatten(args)
         key = (structure, tuple(map(_kind, leaves)), tuple(static.items()))
-        program = self._variants.get(key)
-        if program is None:
-            program = self._variants[key] = self._programs.compile(self._jitted, self._name, what, args, static)
+        with self._programs.lock:
+            program = self._variants.get(key)
+            if program is None:
+                program = self._variants[key] = self._programs.compile(self._jitted, self._name, what, args, static)
         return program
 
 

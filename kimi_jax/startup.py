@@ -2,9 +2,7 @@
 
 import logging
 import math
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +16,7 @@ from kimi_jax.compile_cache import jax_setting
 from kimi_jax.model import Decoder
 from kimi_jax.params import Params, ParamSpec, is_spec, named_specs
 from kimi_jax.sharding import RULES, shard_shape
-from pallas_kernels import dispatch
-from pallas_kernels.dispatch import Choice
+from pallas_kernels.dispatch import Choice, noted_choices
 from pallas_kernels.mxfp4 import Mxfp4
 from pallas_kernels.precision import at_least_float32
 
@@ -84,33 +81,9 @@ def choices(decoder: Decoder, dtype: DTypeLike) -> dict[str, Choice]:
         cache = Cache.allocate(decoder.config, 1, 1, dtype)
         return decoder.prefill(params, jnp.zeros((1, 1), jnp.int32), cache)[0]
 
-    with _noting_choices() as found:
+    with noted_choices() as found:
         jax.eval_shape(run, jax.tree.map(leaf, decoder.specs, is_leaf=is_spec))
     return found
-
-
-@contextmanager
-def _noting_choices() -> Iterator[dict[str, Choice]]:
-    """Collects what operations choose in the block, by operation."""
-    found: dict[str, Choice] = {}
-
-    def choose(operation: str, requested: Any, candidates: Any) -> Choice:
-        found[operation] = dispatch.choose(operation, requested, candidates)
-        return found[operation]
-
-    operations = [
-        module
-        for name, module in sys.modules.items()
-        if name.startswith("pallas_kernels.") and getattr(module, "choose", None) is dispatch.choose
-    ]
-    operations = [module for module in operations if module is not dispatch]
-    for module in operations:
-        module.__dict__["choose"] = choose
-    try:
-        yield found
-    finally:
-        for module in operations:
-            module.__dict__["choose"] = dispatch.choose
 
 
 def in_words(found: Mapping[str, Choice]) -> str:

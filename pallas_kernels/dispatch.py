@@ -1,6 +1,8 @@
 """Choosing one implementation of an operation, and saying why."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +21,23 @@ class Choice:
 
     name: Implementation
     reason: str
+
+
+_LISTENING: ContextVar[tuple[dict[str, Choice], ...]] = ContextVar("listening", default=())
+
+
+@contextmanager
+def noted_choices() -> Iterator[dict[str, Choice]]:
+    """Collects what operations choose in the block, the last choice of each by its name.
+
+    Only the choices of this thread, or of this asynchronous task, are seen. Blocks may be nested.
+    """
+    found: dict[str, Choice] = {}
+    token = _LISTENING.set((*_LISTENING.get(), found))
+    try:
+        yield found
+    finally:
+        _LISTENING.reset(token)
 
 
 def choose(
@@ -40,6 +59,22 @@ def choose(
     Raises:
         UnsupportedImplementationError: `requested` isn't known, or can't run here.
     """
+    choice = _choose(operation, requested, candidates)
+    for found in _LISTENING.get():
+        found[operation] = choice
+    return choice
+
+
+def always() -> str | None:
+    """The obstacle of an implementation that runs anywhere: none."""
+    return None
+
+
+def _choose(
+    operation: str,
+    requested: Implementation | None,
+    candidates: Mapping[Implementation, Callable[[], str | None]],
+) -> Choice:
     if requested is not None:
         if requested not in candidates:
             raise UnsupportedImplementationError(
@@ -59,8 +94,3 @@ def choose(
             return Choice(name, "; ".join(obstacles) or "first choice")
         obstacles.append(f"{name}: {obstacle}")
     raise UnsupportedImplementationError(f"{operation}: nothing can run: {'; '.join(obstacles)}")
-
-
-def always() -> str | None:
-    """The obstacle of an implementation that runs anywhere: none."""
-    return None

@@ -118,19 +118,22 @@ class Terminal:
     def _show(self, stream: "ChatStream") -> None:
         """Shows an answer as it comes, and keeps it."""
         try:
-            with _interruptible() as interrupted:
-                marks = self._show_deltas(stream, interrupted)
-                stream.close()
+            with model_arguments.memory_explained(), _interrupting(stream):
+                marks = self._show_deltas(stream)
         except KeyboardInterrupt:
             # It came in the middle of something: what there is of the answer can't be relied on.
             self._session.forget_last()
             self._remark("Interrupted; the message is forgotten.")
             return
+        except (ValueError, RuntimeError):
+            self._session.forget_last()
+            self._output.end_line()
+            raise
         self._session.keep(stream.reply)
         self._output.end_line()
-        self._close(stream, marks, interrupted.is_set())
+        self._close(stream, marks)
 
-    def _show_deltas(self, stream: "ChatStream", interrupted: threading.Event) -> "list[ErrorMark]":
+    def _show_deltas(self, stream: "ChatStream") -> "list[ErrorMark]":
         """Shows an answer until it ends or is interrupted; returns what went wrong in it."""
         from kimi_jax.text import ErrorMark, ReasoningDelta, TextDelta, ToolCallEnd
 
@@ -151,19 +154,17 @@ class Terminal:
                     self._output.line(f"[{delta.call.name}({delta.call.arguments_text})]", dim=True)
                 case ErrorMark():
                     marks.append(delta)
-            if interrupted.is_set():
-                break
         return marks
 
-    def _close(self, stream: "ChatStream", marks: "list[ErrorMark]", interrupted: bool) -> None:
+    def _close(self, stream: "ChatStream", marks: "list[ErrorMark]") -> None:
         """Says what else there is to say about an answer."""
         for mark in marks:
             self._remark(f"{mark.message} {mark.text}".strip())
-        if interrupted:
+        generation = stream.reply.generation
+        if generation.finish_reason == "interrupted":
             self._remark("Interrupted.")
         for call in self._session.unanswered[:1]:
             self._remark(f"/result TEXT gives {call.name} its result.")
-        generation = stream.reply.generation
         if self._output.is_terminal and not self._quiet and generation.timings is not None:
             rate = generation.timings.tokens_per_second
             speed = "" if rate is None else f", {rate:,.1f} tokens/s"
@@ -184,21 +185,22 @@ class Terminal:
 
 
 @contextmanager
-def _interruptible() -> Iterator[threading.Event]:
+def _interrupting(stream: "ChatStream") -> Iterator[None]:
     """While an answer comes, the first Ctrl-C asks for its end and leaves the work in order; the second one insists."""
-    interrupted = threading.Event()
+    asked = threading.Event()
 
     def handle(number: int, frame: Any) -> None:
-        if interrupted.is_set():
+        if asked.is_set():
             raise KeyboardInterrupt
-        interrupted.set()
+        asked.set()
+        stream.interrupt()
 
     if threading.current_thread() is not threading.main_thread():
-        yield interrupted
+        yield
         return
     before = signal.signal(signal.SIGINT, handle)
     try:
-        yield interrupted
+        yield
     finally:
         signal.signal(signal.SIGINT, before)
 

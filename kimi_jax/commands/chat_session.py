@@ -51,6 +51,7 @@ class Session:
         self.system = ""
         self.tools: list[Any] = []
         self.unanswered: list[Any] = []
+        self._unanswered_before: list[Any] = []
         self._sampling = tuple(field.name for field in fields(SamplingParams) if field.name not in _NOT_SETTABLE)
         self.settings: dict[str, Any] = {}
         for name, value in (settings or {}).items():
@@ -67,11 +68,12 @@ class Session:
     def keep(self, reply: "ChatReply") -> None:
         """Adds an answer to the conversation."""
         self.messages.append(reply.to_message())
-        self.unanswered = list(reply.tool_calls)
+        self.unanswered = list(reply.message.answerable_calls)
 
     def forget_last(self) -> None:
         """Takes back the last message, which got no answer."""
         self.messages.pop()
+        self.unanswered = self._unanswered_before
 
     def command(self, line: str) -> "str | ChatStream | None":
         """Runs a command.
@@ -107,7 +109,7 @@ class Session:
     def _ask(self, message: dict[str, Any]) -> "ChatStream":
         stream = self._stream([*self.messages, message])
         self.messages.append(message)
-        self.unanswered = []
+        self._unanswered_before, self.unanswered = self.unanswered, []
         return stream
 
     def _stream(self, messages: list[dict[str, Any]]) -> "ChatStream":

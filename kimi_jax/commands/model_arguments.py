@@ -28,7 +28,11 @@ SAMPLING: dict[str, tuple[type, str]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the model, how it is run, and sampling."""
-    parser.add_argument("model", help="Hugging Face or converted directory, or owner/name on the Hugging Face hub")
+    parser.add_argument(
+        "model",
+        help="Hugging Face or converted directory, kimi-tiny (which comes with the package), or owner/name on the "
+        "Hugging Face hub",
+    )
     run = parser.add_argument_group("running")
     run.add_argument(
         "--dtype", choices=("bfloat16", "float32"), help="of weights and activations (default: the model's)"

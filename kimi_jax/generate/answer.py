@@ -27,7 +27,9 @@ class Answer:
         self._stopped_by: int | str | None = None
         self._detokenizer: StreamingDetokenizer | None = None
         if language.tokenizer is not None:
-            self._detokenizer = StreamingDetokenizer(language.tokenizer, stop=request.sampling.stop)
+            self._detokenizer = StreamingDetokenizer(
+                language.tokenizer, stop=request.sampling.stop, structure=request.structure
+            )
         self._logprobs: list[float] = []
         self._top: list[dict[int, float]] = []
         self._text: list[str] = []

@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from kimi_jax.buckets import capacity
+from kimi_jax.buckets import bucket, capacity
 from kimi_jax.cache import Cache
 from kimi_jax.generate import loop
 from kimi_jax.generate.answer import Answer
@@ -179,7 +179,8 @@ class Batch:
         logits = None
         for first in range(0, longest, PREFILL_TOKENS):
             piece = [row[first : first + PREFILL_TOKENS] for row in rows]
-            tokens = padded(piece, places)
+            # The last piece, too, depends on the bucket and not on the length.
+            tokens = padded(piece, min(PREFILL_TOKENS, min(bucket(longest), places) - first))
             what = f"prefill of {self._size} of up to {tokens.shape[1]} tokens, {places} places"
             here = np.array([len(part) for part in piece], np.int32)
             new, cache = self._runner.prefill(self._params, tokens, cache, here, what=what)

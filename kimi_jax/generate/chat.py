@@ -1,8 +1,8 @@
 """Answers of a chat, read while they are generated."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,10 @@ import numpy as np
 from kimi_jax.generate.batch import Batch
 from kimi_jax.generate.language import Language
 from kimi_jax.generate.results import ChatReply, Generation
+from kimi_jax.generate.sampling import SamplingParams
 from kimi_jax.text import Delta, MessageError, MessageParser, collect
 from kimi_jax.text.messages import Image, read_messages
+from kimi_jax.text.shown import shown
 
 NEW_TOKENS = 4096
 """Bound on the new tokens of an answer when the caller gives none."""
@@ -26,7 +28,18 @@ def conversations(messages: Any) -> tuple[list[Any], bool]:
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """What a conversation is rendered with besides its messages; see `Kimi.chat`."""
+    """What a conversation is rendered with besides its messages.
+
+    Attributes:
+        tools: declarations of tools that the assistant may call.
+        thinking: whether it thinks before it answers; None: as the format does by default.
+        effort: how much it thinks: low, high or max, where the format has a form for it.
+        tool_choice: auto, none or required, where the format has a form for it.
+        response_format: `{"type": "json_object"}` and the like, where the format has a form for it. The model is asked
+            for the form, not held to it.
+        images: none; the models that are built so far read text.
+        vendor_compatible: see `kimi_jax.text.XtmlFormat`.
+    """
 
     tools: Any = None
     thinking: bool | None = None
@@ -35,6 +48,26 @@ class ChatOptions:
     response_format: Mapping[str, Any] | None = None
     images: Any = None
     vendor_compatible: bool = False
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> "tuple[ChatOptions, dict[str, Any]]":
+        """Takes these options out of a caller's keywords.
+
+        Returns:
+            (the options, the other keywords: sampling parameters).
+
+        Raises:
+            TypeError: a keyword is neither; the message lists both.
+        """
+        own, sampling = ([field.name for field in fields(kind)] for kind in (cls, SamplingParams))
+        unknown = [name for name in options if name not in own and name not in sampling]
+        if unknown:
+            raise TypeError(
+                f"{unknown[0]!r} is neither an option of a chat ({', '.join(own)}) nor a sampling parameter "
+                f"({', '.join(sampling)})."
+            )
+        rest = {name: value for name, value in options.items() if name not in own}
+        return cls(**{name: value for name, value in options.items() if name in own}), rest
 
     def prompt(self, language: Language, conversation: Any) -> np.ndarray:
         """Token ids of a conversation, ready for the assistant's answer.
@@ -60,10 +93,14 @@ class ChatOptions:
         tokenizer, format = language.need_chat(vendor_compatible=self.vendor_compatible)
         return format.parser(tokenizer, thinking=self.thinking)
 
+    def structure(self, language: Language) -> Mapping[str, bool]:
+        """See `ChatFormat`."""
+        return language.need_chat(vendor_compatible=self.vendor_compatible)[1].structure
+
     def _refuse_images(self, conversation: Any) -> None:
         legal = "this version reads text only: leave the images out"
-        if self.images is not None and len(self.images):
-            raise MessageError(f"images has {len(self.images)} entries, but {legal}.")
+        if self.images is not None and not (isinstance(self.images, Sized) and len(self.images) == 0):
+            raise MessageError(f"images is {shown(self.images)}, but {legal}.")
         for message in read_messages(conversation):
             if any(isinstance(part, Image) for part in message.content):
                 raise MessageError(f"{message.where}.content has an image, but {legal}.")
@@ -89,20 +126,29 @@ class ChatStream(Iterator[Any]):
         self._deltas: list[list[Delta]] = [[] for _ in parsers]
         self._results: list[Generation | None] = [None for _ in parsers]
         self._ready: deque[tuple[int, Delta]] = deque()
+        self._interrupted = False
 
     def __iter__(self) -> "ChatStream":
         return self
 
     def __next__(self) -> Any:
         while not self._ready:
+            if self._interrupted:
+                self.close()
+                raise StopIteration
             update = next(self._updates)
             deltas = self._parsers[update.index].push_pieces(update.pieces)
             if update.result is not None:
                 self._results[update.index] = update.result
-                deltas += self._parsers[update.index].finish(truncated=update.result.finish_reason != "stop")
+                wanted = update.result.finish_reason == "stop"
+                deltas += self._parsers[update.index].finish(truncated=not wanted, stopped=wanted)
             self._add(update.index, deltas)
         index, delta = self._ready.popleft()
         return delta if self.single else (index, delta)
+
+    def interrupt(self) -> None:
+        """Asks for the end, as `close` does, from a signal handler or another thread: it comes with the next tokens."""
+        self._interrupted = True
 
     def close(self) -> None:
         """Ends the generation; answers that went on finish as `interrupted`, with what they have so far."""

@@ -1,16 +1,16 @@
 """Prompts as callers give them, checked and made into token ids, with what is asked for each."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 
-from kimi_jax.buckets import bucket
 from kimi_jax.config import KimiConfig
 from kimi_jax.generate.language import Language
 from kimi_jax.generate.sampling import SamplingParams
+from kimi_jax.text.shown import shown
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,14 @@ class Request:
         sampling: how its tokens are chosen.
         max_new_tokens: bound on the new tokens; with the prompt they fit the model.
         stop_ids: tokens that end it.
+        structure: of the chat format that it is answered in (see `ChatFormat`), where stop strings mean nothing.
     """
 
     token_ids: np.ndarray
     sampling: SamplingParams
     max_new_tokens: int
     stop_ids: tuple[int, ...]
+    structure: Mapping[str, bool] = field(default_factory=dict)
 
 
 def split(prompts: Any) -> tuple[list[Any], bool]:
@@ -42,7 +44,9 @@ def split(prompts: Any) -> tuple[list[Any], bool]:
     if isinstance(prompts, np.ndarray | jax.Array):
         return ([prompts], True) if prompts.ndim < 2 else (list(prompts), False)
     if isinstance(prompts, Mapping | bytes) or not isinstance(prompts, Iterable):
-        raise TypeError(f"A prompt is text or a sequence of token ids, and prompts a list of these, not {prompts!r}.")
+        raise TypeError(
+            f"A prompt is text or a sequence of token ids, and prompts a list of these, not {shown(prompts)}."
+        )
     prompts = list(prompts)
     if not prompts:
         raise ValueError("The prompt is empty: give at least one prompt of at least one token.")
@@ -100,6 +104,7 @@ def requests(
     config: KimiConfig,
     language: Language,
     default_new_tokens: int,
+    structure: Mapping[str, bool] | None = None,
 ) -> list[Request]:
     """Puts prompts and sampling parameters together.
 
@@ -110,6 +115,7 @@ def requests(
         config: of the model.
         language: of the model.
         default_new_tokens: bound on the new tokens where the parameters have none.
+        structure: see `Request`.
 
     Raises:
         ValueError, TypeError: as `SamplingParams`; a token id out of the vocabulary; more tokens than the model takes;
@@ -118,39 +124,49 @@ def requests(
     given: list[SamplingParams | None]
     if sampling is None or isinstance(sampling, SamplingParams):
         given = [sampling] * len(rows)
-    else:
+    elif isinstance(sampling, Sequence) and not isinstance(sampling, str | bytes):
         given = list(sampling)
+    else:
+        raise TypeError(f"sampling={shown(sampling)} must be SamplingParams, a list of one for each prompt, or None.")
     if len(given) != len(rows):
         raise ValueError(f"sampling has {len(given)} entries for {len(rows)} prompts: give one, or one for each.")
     return [
-        _request(row, SamplingParams.of(one, changes), config, language, default_new_tokens)
+        _request(row, SamplingParams.of(one, changes), config, language, default_new_tokens, structure or {})
         for row, one in zip(rows, given, strict=True)
     ]
 
 
-def padded(rows: Sequence[np.ndarray], limit: int) -> np.ndarray:
-    """Rows as one array, padded at the end to a bucket's length, but not past `limit`."""
-    tokens = np.zeros((len(rows), min(bucket(max(len(row) for row in rows)), limit)), np.int32)
+def padded(rows: Sequence[np.ndarray], size: int) -> np.ndarray:
+    """Rows as one array, padded at the end to `size` tokens."""
+    tokens = np.zeros((len(rows), size), np.int32)
     for i, row in enumerate(rows):
         tokens[i, : len(row)] = row
     return tokens
 
 
 def _request(
-    row: np.ndarray, sampling: SamplingParams, config: KimiConfig, language: Language, default_new_tokens: int
+    row: np.ndarray,
+    sampling: SamplingParams,
+    config: KimiConfig,
+    language: Language,
+    default_new_tokens: int,
+    structure: Mapping[str, bool],
 ) -> Request:
     limit, wanted = config.max_position_embeddings, sampling.max_new_tokens
     room = limit - len(row)
     if room < (wanted or 1):
         raise ValueError(
-            f"a prompt of {len(row)} tokens and max_new_tokens={wanted or 1} exceed max_position_embeddings={limit}; "
+            f"a prompt of {len(row)} tokens and max_new_tokens={shown(wanted or 1)} exceed max_position_embeddings={limit}; "
             f"at most {room} new tokens fit."
         )
     for token in sampling.stop_token_ids or ():
         if token >= config.vocab_size:
-            raise ValueError(f"stop_token_ids holds {token}; legal ids are 0 to vocab_size-1={config.vocab_size - 1}.")
+            raise ValueError(
+                f"stop_token_ids holds {shown(token)}; legal ids are 0 to vocab_size-1={config.vocab_size - 1}."
+            )
     if sampling.stop:
         language.need_tokenizer(f"stop={list(sampling.stop)}")
     own = () if sampling.stop_token_ids == () else language.stop_ids
     stop_ids = sorted({*own, *(sampling.stop_token_ids or ())})
-    return Request(row, sampling, int(min(wanted or default_new_tokens, room)), tuple(int(token) for token in stop_ids))
+    new_tokens = int(min(wanted or default_new_tokens, room))
+    return Request(row, sampling, new_tokens, tuple(int(token) for token in stop_ids), structure)

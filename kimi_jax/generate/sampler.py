@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from kimi_jax.generate.sampling import Integer, Number, SamplingParams
 from kimi_jax.pytree import pytree
+from kimi_jax.text.shown import shown
 
 
 @pytree
@@ -201,7 +202,7 @@ def _bias(request: SamplingParams, vocab_size: int) -> np.ndarray:
     for name in ("logit_bias", "allowed_token_ids"):
         outside = [token for token in getattr(request, name) or () if token >= vocab_size]
         if outside:
-            raise ValueError(f"{name} holds {outside[0]}; legal ids are 0 to vocab_size-1={vocab_size - 1}.")
+            raise ValueError(f"{name} holds {shown(outside[0])}; legal ids are 0 to vocab_size-1={vocab_size - 1}.")
     bias = np.zeros(vocab_size, np.float32)
     if request.allowed_token_ids is not None:
         bias[:] = -math.inf

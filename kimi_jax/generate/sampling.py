@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from kimi_jax.text.shown import shown
+
 MOST_TOP_LOGPROBS = 20
 LARGEST_SEED = 2**63 - 1
 LARGEST_NUMBER = 1e6
@@ -82,7 +84,7 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 self._integer(name, low, high)
         if not isinstance(self.logprobs, bool):
-            raise TypeError(f"logprobs={self.logprobs!r} must be True or False.")
+            raise TypeError(f"logprobs={shown(self.logprobs)} must be True or False.")
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         for name in ("stop_token_ids", "allowed_token_ids"):
             if getattr(self, name) is not None:
@@ -94,17 +96,17 @@ class SamplingParams:
     def _number(self, name: str, low: float, high: float, legal: str, *, open_low: bool = False) -> None:
         value = getattr(self, name)
         if not _is_number(value):
-            raise TypeError(f"{name}={value!r} must be a number {legal}.")
+            raise TypeError(f"{name}={shown(value)} must be a number {legal}.")
         if not low <= value <= high or (open_low and value == low):
-            raise ValueError(f"{name}={value!r} must be {legal}.")
+            raise ValueError(f"{name}={shown(value)} must be {legal}.")
 
     def _integer(self, name: str, low: int, high: int | float) -> None:
         value = getattr(self, name)
         bound = f"from {low} to {high}" if math.isfinite(high) else f"of at least {low}"
         if not _is_integer(value):
-            raise TypeError(f"{name}={value!r} must be an integer {bound}.")
+            raise TypeError(f"{name}={shown(value)} must be an integer {bound}.")
         if not low <= value <= high:
-            raise ValueError(f"{name}={value!r} must be an integer {bound}.")
+            raise ValueError(f"{name}={shown(value)} must be an integer {bound}.")
 
     @classmethod
     def of(cls, params: "SamplingParams | None", changes: Mapping[str, Any]) -> "SamplingParams":
@@ -118,7 +120,7 @@ class SamplingParams:
         if unknown:
             raise TypeError(f"{unknown[0]!r} isn't a sampling parameter; legal are {', '.join(names)}.")
         if not isinstance(params, SamplingParams | None):
-            raise TypeError(f"sampling={params!r} must be SamplingParams, one for each prompt, or None.")
+            raise TypeError(f"sampling={shown(params)} must be SamplingParams, one for each prompt, or None.")
         return replace(params or cls(), **changes)
 
     @property
@@ -144,33 +146,33 @@ def _stop_strings(stop: Any) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else (stop,)
     for text in strings:
         if not isinstance(text, str):
-            raise TypeError(f"stop={stop!r} must be a string, or several.")
+            raise TypeError(f"stop={shown(stop)} must be a string, or several.")
         if not text:
-            raise ValueError(f"stop={stop!r} holds an empty string; a stop string has at least one character.")
+            raise ValueError(f"stop={shown(stop)} holds an empty string; a stop string has at least one character.")
     return strings
 
 
 def _token_ids(name: str, values: Any) -> tuple[int, ...]:
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise TypeError(f"{name}={values!r} must be a list of token ids.")
+        raise TypeError(f"{name}={shown(values)} must be a list of token ids.")
     values = tuple(values)
     for value in values:
         if not _is_integer(value):
-            raise TypeError(f"{name} holds {value!r}; token ids are integers of at least 0.")
+            raise TypeError(f"{name} holds {shown(value)}; token ids are integers of at least 0.")
         if value < 0:
-            raise ValueError(f"{name} holds {value!r}; token ids are integers of at least 0.")
+            raise ValueError(f"{name} holds {shown(value)}; token ids are integers of at least 0.")
     return tuple(map(int, values))
 
 
 def _logit_bias(bias: Any) -> dict[int, float]:
     if not isinstance(bias, Mapping):
-        raise TypeError(f"logit_bias={bias!r} must map token ids to numbers.")
+        raise TypeError(f"logit_bias={shown(bias)} must map token ids to numbers.")
     ids = _token_ids("logit_bias", bias)
     for token, value in bias.items():
         if not _is_number(value):
-            raise TypeError(f"logit_bias[{token}]={value!r} must be a number.")
+            raise TypeError(f"logit_bias[{shown(token)}]={shown(value)} must be a number.")
         if not abs(value) <= LARGEST_NUMBER:
             raise ValueError(
-                f"logit_bias[{token}]={value!r} must be from -{LARGEST_NUMBER:,.0f} to {LARGEST_NUMBER:,.0f}."
+                f"logit_bias[{shown(token)}]={shown(value)} must be from -{LARGEST_NUMBER:,.0f} to {LARGEST_NUMBER:,.0f}."
             )
     return dict(zip(ids, map(float, bias.values()), strict=True))

@@ -5,8 +5,9 @@ ids go through a `StreamingDetokenizer`, which knows the stop strings, into `for
 `parser.push_pieces(detokenizer.push_pieces(ids))`, and at the end `finish_pieces` and `finish`.
 """
 
-from kimi_jax.text.chat import ChatFormat, chat_format
+from kimi_jax.text.chat import chat_format
 from kimi_jax.text.detokenizer import StreamingDetokenizer
+from kimi_jax.text.format import ChatFormat
 from kimi_jax.text.k2 import K2Format
 from kimi_jax.text.messages import MessageError
 from kimi_jax.text.parsing import (

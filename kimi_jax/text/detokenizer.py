@@ -1,7 +1,7 @@
 """Token ids to text as they come: whole characters only, stop strings held back and cut."""
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, SupportsIndex
 
 from kimi_jax.text.tokenizer import ControlToken, Tokenizer, check_text
@@ -33,6 +33,8 @@ class StreamingDetokenizer:
         tokenizer: the model's tokenizer.
         stop: strings that end the output. They're looked for in the text that is shown.
         skip_special: leave out special control tokens, as `Tokenizer.decode` does.
+        structure: see `ChatFormat`. Stop strings are looked for neither in these control tokens nor in the text behind
+            those that are true, and they don't reach across either: a stop string `call` doesn't mean a tag's name.
 
     Attributes:
         stopped_by: the stop string that was found, or None.
@@ -42,7 +44,14 @@ class StreamingDetokenizer:
         ValueError: a stop string is empty or has a lone surrogate.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, stop: str | Sequence[str] = (), skip_special: bool = True):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop: str | Sequence[str] = (),
+        skip_special: bool = True,
+        structure: Mapping[str, bool] | None = None,
+    ):
         strings = (stop,) if isinstance(stop, str) else tuple(stop)
         for index, text in enumerate(strings):
             if not text:
@@ -53,6 +62,8 @@ class StreamingDetokenizer:
         self.num_tokens = 0
         self._tokenizer = tokenizer
         self._skip_special = skip_special
+        self._structure = {} if structure is None else structure
+        self._in_structure = False
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._held: list[Piece] = []
         self._scanned = 0  # characters in _held that the stop strings have seen
@@ -82,8 +93,7 @@ class StreamingDetokenizer:
         for token_id in ids:
             if self.stopped_by is not None:
                 break
-            self._take([token_id])
-            out += self._release()
+            out += self._next(token_id)
         return out
 
     def finish_pieces(self) -> list[Piece]:
@@ -92,10 +102,33 @@ class StreamingDetokenizer:
         if self.stopped_by is not None:
             return []
         self._end_character()
-        out = self._release()
+        out = [] if self._in_structure else self._release()
         if self.stopped_by is None:
             out += self._held
             self._held = []
+        return out
+
+    def _next(self, token_id: SupportsIndex) -> list[Piece]:
+        """Takes an id where stop strings matter, and returns what is now certain."""
+        control = self._tokenizer.control_token(token_id)
+        inside = None if control is None else self._structure.get(control.name)
+        if inside is None and not self._in_structure:
+            self._take([token_id])
+            return self._release()
+        before: list[Piece] = []
+        if not self._in_structure:
+            self._end_character()
+            before = self._release()
+            if self.stopped_by is not None:
+                self.num_tokens += 1
+                return before
+        self._take([token_id])
+        # What looked like the beginning of a stop string ends here.
+        out, self._held, self._scanned = before + self._held, [], 0
+        for stop in self._stop:
+            stop.matched = 0
+        if inside is not None:
+            self._in_structure = inside
         return out
 
     def _take(self, ids: list[SupportsIndex]) -> None:

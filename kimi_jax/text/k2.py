@@ -13,12 +13,13 @@ Tool calls stand in one section at the end of the assistant's content, each with
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from kimi_jax.text.messages import HistoryCall, Image, Message, MessageError, parse_json, read_messages, read_tools
+from kimi_jax.text.format import ChatFormat, RenderOptions
+from kimi_jax.text.messages import HistoryCall, Image, Message, MessageError, parse_json
 from kimi_jax.text.parsing import (
     ErrorMark,
     MessageParser,
@@ -29,8 +30,8 @@ from kimi_jax.text.parsing import (
     ToolCallEnd,
     ToolCallStart,
     Unit,
-    check_control_tokens,
 )
+from kimi_jax.text.shown import shown
 from kimi_jax.text.tokenizer import ControlToken, Segment, Tokenizer
 
 END, MIDDLE = "<|im_end|>", "<|im_middle|>"
@@ -101,7 +102,7 @@ THINKING = K2Style("thinking", thinking=True)
 
 
 @dataclass(frozen=True)
-class K2Format:
+class K2Format(ChatFormat):
     """Renders conversations for Kimi K2 and Kimi-Linear, and reads their answers.
 
     Attributes:
@@ -113,64 +114,38 @@ class K2Format:
     name: ClassVar[str] = "K2"
     end_tokens: ClassVar[tuple[str, ...]] = (END, "[EOS]")
 
-    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Refuses a tokenizer without this format's control tokens.
+    structure: ClassVar[Mapping[str, bool]] = {
+        SECTION_BEGIN: True,
+        SECTION_END: False,
+        CALL_BEGIN: True,
+        ARGUMENTS_BEGIN: False,
+        CALL_END: True,
+        END: False,
+    }
 
-        Raises:
-            ValueError: one is missing.
-        """
-        calls = _CALL_MARKERS if self.style.calls else ()
-        check_control_tokens(tokenizer, (SYSTEM, USER, ASSISTANT, MIDDLE, *calls, *self.end_tokens), self.name)
+    def _control_names(self) -> Iterable[str]:
+        return (SYSTEM, USER, ASSISTANT, MIDDLE, *(_CALL_MARKERS if self.style.calls else ()))
 
-    def stop_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """The ids that end an answer: `<|im_end|>` and `[EOS]`."""
-        return tuple(map(tokenizer.control_id, self.end_tokens))
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        thinking: bool | None = None,
-        thinking_effort: str | None = None,
-        tool_choice: str | None = None,
-        response_format: Mapping[str, Any] | None = None,
-        image_prompts: Sequence[str] | None = None,
-        add_generation_prompt: bool = True,
-    ) -> list[Segment]:
-        """Renders a conversation; `Tokenizer.encode_segments` makes it token ids.
-
-        Args:
-            messages: see `kimi_jax.text.messages`.
-            tools: declarations of tools.
-            thinking: None, or what the style does: the model can't be asked to do otherwise.
-            thinking_effort: None; the format has no form for it.
-            tool_choice: auto or None; the format has no form for others.
-            response_format: `{"type": "text"}` or None; the format has no form for others.
-            image_prompts: None or empty; the models take text only.
-            add_generation_prompt: end with the opening of the assistant's answer.
-
-        Raises:
-            MessageError: something isn't legal; the message names the field, its value and what is legal.
-        """
-        self._check_thinking(thinking)
-        for option, value, legal in (
-            ("thinking_effort", thinking_effort, None),
-            ("tool_choice", tool_choice, "auto"),
-            ("response_format", response_format, {"type": "text"}),
-            ("image_prompts", image_prompts, []),
+    def _render(self, conversation: list[Message], options: RenderOptions) -> list[Segment]:
+        self._check_thinking(options.thinking)
+        for option, legal in (
+            ("thinking_effort", None),
+            ("tool_choice", "auto"),
+            ("response_format", {"type": "text"}),
+            ("image_prompts", []),
         ):
+            value = getattr(options, option)
             if value is not None and value != legal:
                 also = "" if legal is None else f" or {legal!r}"
-                raise MessageError(f"{option} is {value!r}, which the K2 format has no form for; legal is None{also}.")
-        conversation = read_messages(messages)
-        declared = read_tools(tools)
+                raise MessageError(
+                    f"{option} is {shown(value)}, which the K2 format has no form for; legal is None{also}."
+                )
         if not conversation:
             raise MessageError("messages is empty; a prompt needs at least one message.")
 
         out = _Writer()
-        if declared:
-            text = self.style.tools_heading + json.dumps(declared, ensure_ascii=False)
+        if options.tools:
+            text = self.style.tools_heading + json.dumps(options.tools, ensure_ascii=False)
             out.turn(SYSTEM, "tool_declare", text)
         if conversation[0].role != "system":
             out.turn(SYSTEM, "system", self.style.default_system)
@@ -180,17 +155,12 @@ class K2Format:
         )
         for index, message in enumerate(conversation):
             self._write(out, message, keep_reasoning=index > answered)
-        if add_generation_prompt:
+        if options.add_generation_prompt:
             out.begin(ASSISTANT, "assistant")
         return out.segments
 
     def parser(self, tokenizer: Tokenizer | None = None, *, thinking: bool | None = None) -> "K2Parser":
-        """A parser for one answer.
-
-        Args:
-            tokenizer: needed to read token ids, which is the better way: see `MessageParser`.
-            thinking: as in `render`.
-        """
+        """A parser for one answer; see `ChatFormat.parser`."""
         self._check_thinking(thinking)
         if tokenizer is not None:
             self.check_tokenizer(tokenizer)
@@ -332,8 +302,6 @@ class K2Parser(MessageParser):
         self._call: _Call | None = None
         self._num_started = 0
         self._blanks_matter = not thinking
-        self._blanks: list[str] = []
-        self._stray: list[str] = []
 
     def _feed(self, unit: Unit) -> None:
         if not unit.is_marker or self._place is _Place.DONE:
@@ -351,19 +319,20 @@ class K2Parser(MessageParser):
     def _awaited(self) -> tuple[str, ...]:
         return () if self._place is _Place.DONE else (*_STRUCTURE[self._place], END)
 
-    def _end(self, fragment: str, truncated: bool) -> None:
-        if fragment and not truncated and self._place in (_Place.START, _Place.CONTENT):
+    def _end(self, fragment: str, *, truncated: bool, stopped: bool) -> None:
+        places = (_Place.START, _Place.CONTENT, *((_Place.THINK,) if stopped else ()))
+        if fragment and not truncated and self._place in places:
             self._plain(Unit(fragment))
             fragment = ""
         if self._place is _Place.DONE:
             self._stray.append(fragment)
-            self._end_stray()
+            self._end_part()
             return
-        self._end_stray()
+        self._end_part()
         if self._call is not None:
             fragment = "".join(self._call.raw) + fragment
             self._call = None
-        if truncated or self._place not in (_Place.START, _Place.CONTENT):
+        if fragment or truncated or not (stopped or self._place in places):
             self._deltas.append(ErrorMark("truncated", f"The answer ended inside {self._place.value}.", fragment))
 
     def _plain(self, unit: Unit) -> None:
@@ -388,11 +357,10 @@ class K2Parser(MessageParser):
     def _content(self, text: str) -> None:
         # Blanks before the reasoning, and behind tool calls, mean nothing.
         if not self._blanks_matter:
-            self._blanks.append(text)
-            if text.isspace():
+            known = self._behind_blanks(text)
+            if known is None:
                 return
-            text = "".join(self._blanks)
-            self._blanks_matter, self._blanks = True, []
+            text, self._blanks_matter = known, True
         self._place = _Place.CONTENT
         self._deltas.append(TextDelta(text))
 
@@ -410,7 +378,7 @@ class K2Parser(MessageParser):
             self._deltas.append(ToolCallArguments(call.index, kept))
 
     def _structure(self, marker: str) -> None:
-        self._end_stray()
+        self._end_part()
         call = self._call
         if marker == THINK_BEGIN:
             self._place = _Place.THINK
@@ -452,7 +420,7 @@ class K2Parser(MessageParser):
 
     def _close_call(self, call: _Call) -> None:
         if not call.name:
-            self._malformed("A tool call has no name; it is left out.", "".join(call.raw))
+            self._nameless(call.raw)
             return
         text = "".join(call.text)
         if not text:
@@ -470,20 +438,15 @@ class K2Parser(MessageParser):
     def _drop_call(self) -> None:
         call, self._call = self._call, None
         if call is not None:
-            self._malformed("A tool call ended before it was complete; it is left out.", "".join(call.raw))
+            self._left_out(call.raw)
 
     def _end_answer(self) -> None:
-        self._end_stray()
+        self._end_part()
         if self._call is not None:
             self._drop_call()
         elif self._place in (_Place.THINK, _Place.SECTION):
             self._malformed(f"The answer ended inside {self._place.value}.")
         self._place = _Place.DONE
 
-    def _end_stray(self) -> None:
-        stray, self._stray, self._blanks = "".join(self._stray), [], []
-        if stray.strip():
-            self._malformed(f"There is text in {self._place.value}, where only markers may be.", stray)
-
-    def _malformed(self, message: str, text: str = "") -> None:
-        self._deltas.append(ErrorMark("malformed", message, text))
+    def _end_part(self) -> None:
+        self._end_stray(self._place.value, "markers")

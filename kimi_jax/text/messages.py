@@ -14,11 +14,11 @@ Keys that aren't listed are ignored: clients send many that have no form in a pr
 
 import json
 import math
-import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from kimi_jax.text.shown import shown
 from kimi_jax.text.tokenizer import check_text
 
 DEEPEST = 128
@@ -263,7 +263,7 @@ def _text(value: object, where: str, *, empty: bool = True) -> str:
 
 
 def _refuse(where: str, value: object, legal: str) -> NoReturn:
-    raise MessageError(f"{where} is {reprlib.repr(value)}; legal is {legal}.")
+    raise MessageError(f"{where} is {shown(value)}; legal is {legal}.")
 
 
 def _check_json(value: object, where: str, depth: int) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, SupportsIndex
 
 from kimi_jax.text.detokenizer import Piece, StreamingDetokenizer
+from kimi_jax.text.messages import parse_json
 from kimi_jax.text.tokenizer import Tokenizer
 
 
@@ -110,15 +111,22 @@ class ParsedMessage:
     tool_calls: tuple[ToolCall, ...]
     errors: tuple[ErrorMark, ...]
 
+    @property
+    def answerable_calls(self) -> tuple[ToolCall, ...]:
+        """The calls that a conversation can hold: not those whose arguments are JSON, but no object."""
+        return tuple(
+            call for call in self.tool_calls if call.arguments is not None or not _is_json(call.arguments_text)
+        )
+
     def to_message(self) -> dict[str, Any]:
-        """The assistant message to append to the conversation."""
+        """The assistant message to append to the conversation, with its `answerable_calls`."""
         message: dict[str, Any] = {"role": "assistant", "content": self.text or ""}
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning
-        if self.tool_calls:
+        if self.answerable_calls:
             message["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_text}}
-                for call in self.tool_calls
+                for call in self.answerable_calls
             ]
         return message
 
@@ -180,6 +188,8 @@ class MessageParser(ABC):
         self._finished = False
         self._fragment = ""
         self._deltas: list[Delta] = []
+        self._stray: list[str] = []  # text where only structure may be
+        self._blanks: list[str] = []  # that mean nothing unless text follows them
         # Markers that no control token stands for are looked for in the text, even when there are token ids.
         self._spelled = tuple(m for m in markers if tokenizer is None or not tokenizer.has_control_token(m))
         self._longest = max(map(len, markers))
@@ -233,23 +243,27 @@ class MessageParser(ABC):
                 self._deltas.append(ErrorMark("malformed", "A control token has no meaning here.", control.name))
         return self._take()
 
-    def finish(self, *, truncated: bool = False) -> list[Delta]:
+    def finish(self, *, truncated: bool = False, stopped: bool = False) -> list[Delta]:
         """Ends the answer.
 
         Args:
             truncated: generation stopped at a limit, and not because the model ended the answer. Formats that show
                 their own end don't need it.
+            stopped: generation stopped where the caller wanted it to, at a stop string or a stop token. What has been
+                handed on counts as complete; only what can't be, as an unfinished tool call, gets a mark.
 
         Raises:
-            ValueError: `finish` has been called.
+            ValueError: `finish` has been called; or both are true.
         """
+        if truncated and stopped:
+            raise ValueError("truncated and stopped are both True; an answer ends for one reason.")
         if self._detokenizer is not None:
             detokenizer, self._detokenizer = self._detokenizer, None
             self._deltas = self.push_pieces(detokenizer.finish_pieces())
         self._use(self._source or "text")
         self._finished = True
         fragment, self._fragment = self._fragment, ""
-        self._end(fragment, truncated)
+        self._end(fragment, truncated=truncated, stopped=stopped)
         return self._take()
 
     def _use(self, source: Literal["text", "tokens"]) -> None:
@@ -300,20 +314,38 @@ class MessageParser(ABC):
     def _awaited(self) -> Collection[str]:
         """The markers that are more than text at the place where the parser is, or may be."""
 
+    def _malformed(self, message: str, text: str = "") -> None:
+        self._deltas.append(ErrorMark("malformed", message, text))
+
+    def _left_out(self, call: Sequence[str]) -> None:
+        """Marks a tool call, given as the output that it was read from, that ended too early."""
+        self._malformed("A tool call ended before it was complete; it is left out.", "".join(call))
+
+    def _nameless(self, call: Sequence[str]) -> None:
+        self._malformed("A tool call has no name; it is left out.", "".join(call))
+
+    def _behind_blanks(self, text: str) -> str | None:
+        """Text with the blanks before it; None as long as there are only blanks."""
+        self._blanks.append(text)
+        if text.isspace():
+            return None
+        text, self._blanks = "".join(self._blanks), []
+        return text
+
+    def _end_stray(self, place: str, legal: str) -> None:
+        """Marks text that stood at a place where only structure may be."""
+        stray, self._stray, self._blanks = "".join(self._stray), [], []
+        if stray.strip():
+            self._malformed(f"There is text in {place}, where only {legal} may be.", stray)
+
     @abstractmethod
-    def _end(self, fragment: str, truncated: bool) -> None:
+    def _end(self, fragment: str, *, truncated: bool, stopped: bool) -> None:
         """The answer is over; `fragment` is the beginning of a marker at its end."""
 
 
-def check_control_tokens(tokenizer: Tokenizer, names: Iterable[str], format_name: str) -> None:
-    """Refuses a tokenizer that lacks control tokens of a format.
-
-    Raises:
-        ValueError: one is missing; the message names it.
-    """
-    for name in names:
-        if not tokenizer.has_control_token(name):
-            raise ValueError(
-                f"{tokenizer.name} has no control token {name!r}, which the {format_name} format needs; its named ones "
-                f"are {', '.join(tokenizer.named_control_tokens)}. Choose the format that the model was trained on."
-            )
+def _is_json(text: str) -> bool:
+    try:
+        parse_json(text)
+    except ValueError:
+        return False
+    return True

@@ -14,10 +14,11 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from kimi_jax.text.messages import HistoryCall, Image, Message, MessageError, check_json, read_messages, read_tools
-from kimi_jax.text.parsing import check_control_tokens
+from kimi_jax.text.format import ChatFormat, RenderOptions
+from kimi_jax.text.messages import HistoryCall, Image, Message, MessageError, check_json
+from kimi_jax.text.shown import shown
 from kimi_jax.text.tokenizer import ControlToken, Segment, Tokenizer
 from kimi_jax.text.xtml_parser import CLOSE, END, MARKERS, OPEN, SEP, XtmlParser
 
@@ -95,7 +96,7 @@ def image_prompt(width: int, height: int, num_pads: int = 1) -> str:
 
 
 @dataclass(frozen=True)
-class XtmlFormat:
+class XtmlFormat(ChatFormat):
     """Renders conversations for Kimi K3 and reads its answers.
 
     Attributes:
@@ -108,64 +109,30 @@ class XtmlFormat:
     name: ClassVar[str] = "XTML"
     end_tokens: ClassVar[tuple[str, ...]] = (END, "[EOS]")
 
-    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Refuses a tokenizer without this format's control tokens.
+    structure: ClassVar[Mapping[str, bool]] = {OPEN: True, CLOSE: True, SEP: False, END: False}
 
-        Raises:
-            ValueError: one is missing.
-        """
-        check_control_tokens(tokenizer, (*MARKERS, *_MEDIA, *self.end_tokens), self.name)
+    def _control_names(self) -> Iterable[str]:
+        return (*MARKERS, *_MEDIA)
 
-    def stop_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
-        """The ids that end an answer: `<|end_of_msg|>` and `[EOS]`."""
-        return tuple(map(tokenizer.control_id, self.end_tokens))
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        thinking: bool | None = None,
-        thinking_effort: str | None = None,
-        tool_choice: str | None = None,
-        response_format: Mapping[str, Any] | None = None,
-        image_prompts: Sequence[str] | None = None,
-        add_generation_prompt: bool = True,
-    ) -> list[Segment]:
-        """Renders a conversation; `Tokenizer.encode_segments` makes it token ids.
-
-        Args:
-            messages: see `kimi_jax.text.messages`.
-            tools: declarations of tools.
-            thinking: whether the assistant thinks before it answers; None is True.
-            thinking_effort: low, high or max; None is max. It's looked at in thinking mode only.
-            tool_choice: auto, none or required; None is auto.
-            response_format: `{"type": "text"}`, `{"type": "json_object"}` or
-                `{"type": "json_schema", "json_schema": {"schema": ...}}`.
-            image_prompts: one `image_prompt` for each image part, in order. None writes a placeholder for each.
-            add_generation_prompt: end with the opening of the assistant's answer.
-
-        Raises:
-            MessageError: something isn't legal; the message names the field, its value and what is legal.
-        """
-        conversation = _answer_in_order(read_messages(messages))
-        declared = read_tools(tools)
-        if not conversation and add_generation_prompt:
+    def _render(self, conversation: list[Message], options: RenderOptions) -> list[Segment]:
+        conversation = _answer_in_order(conversation)
+        declared, tool_choice = options.tools, options.tool_choice
+        if not conversation and options.add_generation_prompt:
             raise MessageError("messages is empty; a prompt for an answer needs at least one message.")
-        think = thinking is not False
-        effort = "max" if thinking_effort is None else thinking_effort
+        think = options.thinking is not False
+        effort = "max" if options.thinking_effort is None else options.thinking_effort
         efforts = ("low", "medium", "high", "max") if self.vendor_compatible else EFFORTS
         if think and effort not in efforts:
-            raise MessageError(f"thinking_effort is {effort!r}; legal values are {', '.join(efforts)}.")
+            raise MessageError(f"thinking_effort is {shown(effort)}; legal values are {', '.join(efforts)}.")
         if tool_choice is not None and tool_choice not in TOOL_CHOICES:
-            raise MessageError(f"tool_choice is {tool_choice!r}; legal values are {', '.join(TOOL_CHOICES)}.")
+            raise MessageError(f"tool_choice is {shown(tool_choice)}; legal values are {', '.join(TOOL_CHOICES)}.")
         if tool_choice == "required" and not declared and not any(message.tools for message in conversation):
             raise MessageError(
                 "tool_choice is 'required', but there are no tools; legal values without tools: auto, none."
             )
-        format_text = _response_format_text(response_format)
+        format_text = _response_format_text(options.response_format)
 
-        out = _Writer(image_prompts, self.vendor_compatible)
+        out = _Writer(options.image_prompts, self.vendor_compatible)
         if declared:
             out.system("tool-declare", _TOOLS_TEXT.format(_compact(declared)))
         if think:
@@ -195,19 +162,14 @@ class XtmlFormat:
             out.system("tool-choice", _CHOICE_TEXT[tool_choice])
         if format_text:
             out.system("response-format", format_text)
-        if add_generation_prompt:
+        if options.add_generation_prompt:
             out.open("message", {"role": "assistant"})
             out.open("think" if think else "response")
         out.check_images()
         return out.segments
 
     def parser(self, tokenizer: Tokenizer | None = None, *, thinking: bool | None = None) -> XtmlParser:
-        """A parser for one answer to a prompt that was rendered with the same `thinking`.
-
-        Args:
-            tokenizer: needed to read token ids, which is the better way: see `MessageParser`.
-            thinking: as in `render`.
-        """
+        """A parser for one answer; see `ChatFormat.parser`."""
         if tokenizer is not None:
             self.check_tokenizer(tokenizer)
         return XtmlParser(tokenizer, thinking=thinking is not False, end_tokens=self.end_tokens)
@@ -217,9 +179,11 @@ class _Writer:
     """Segments of a prompt. Their borders are part of the format: each is encoded on its own."""
 
     def __init__(self, image_prompts: Sequence[str] | None, replace_placeholders: bool):
+        if image_prompts is not None and (not isinstance(image_prompts, Sequence) or isinstance(image_prompts, str)):
+            raise MessageError(f"image_prompts is {shown(image_prompts)}; legal is a list, or None.")
         for index, prompt in enumerate(image_prompts or ()):
             if not isinstance(prompt, str) or not _IMAGE_PROMPT.fullmatch(prompt):
-                raise MessageError(f"image_prompts[{index}] is {prompt!r}; legal is what image_prompt() returns.")
+                raise MessageError(f"image_prompts[{index}] is {shown(prompt)}; legal is what image_prompt() returns.")
         self.segments: list[Segment] = []
         self.assistant = False
         self._prompts = None if image_prompts is None else list(image_prompts)
@@ -382,7 +346,7 @@ def _response_format_text(response_format: object) -> str | None:
     kind = response_format.get("type") if isinstance(response_format, Mapping) else None
     if not isinstance(response_format, Mapping) or kind not in RESPONSE_FORMATS:
         raise MessageError(
-            f"response_format is {response_format!r}; legal is a mapping whose type is one of "
+            f"response_format is {shown(response_format)}; legal is a mapping whose type is one of "
             f"{', '.join(RESPONSE_FORMATS)}."
         )
     if kind == "text":
@@ -394,7 +358,7 @@ def _response_format_text(response_format: object) -> str | None:
     schema = given.get("schema") if isinstance(given, Mapping) else None
     if not isinstance(schema, Mapping | bool):
         raise MessageError(
-            f'response_format.json_schema is {given!r}; legal is a mapping such as {{"name": ..., "schema": {{...}}}}.'
+            f'response_format.json_schema is {shown(given)}; legal is a mapping such as {{"name": ..., "schema": {{...}}}}.'
         )
     schema = schema if isinstance(schema, bool) else dict(schema)
     check_json(schema, "response_format.json_schema.schema")

@@ -190,9 +190,7 @@ class XtmlParser(MessageParser):
         self._call: _Call | None = None
         self._num_calls = 0
         self._num_started = 0
-        self._blanks: list[str] = []  # between the parts of the message
         self._in_stray_text = False  # between the parts of the message
-        self._stray: list[str] = []  # anywhere else where only tags may be
 
     def _feed(self, unit: Unit) -> None:
         waiting = deque([unit])
@@ -228,16 +226,20 @@ class XtmlParser(MessageParser):
         at_start = self._fresh and self._place in (_Place.THINK, _Place.RESPONSE)
         return ("think", "response") if at_start else _OPENINGS.get(self._place, ())
 
-    def _end(self, fragment: str, truncated: bool) -> None:
+    def _end(self, fragment: str, *, truncated: bool, stopped: bool) -> None:
+        if fragment and stopped and self._tag is None and self._place in (_Place.THINK, _Place.RESPONSE):
+            self._plain(Unit(fragment))
+            fragment = ""
         rest = (self._tag.raw if self._tag is not None else "") + fragment
         self._tag = None
-        self._end_stray()
+        self._end_part()
         if self._place in (_Place.AFTER, _Place.DONE) and not fragment:
             return
         if self._call is not None:
             rest = "".join(self._call.raw) + rest
             self._call = None
-        self._deltas.append(ErrorMark("truncated", f"The answer ended inside {self._place.value}.", rest))
+        if rest or not stopped:
+            self._deltas.append(ErrorMark("truncated", f"The answer ended inside {self._place.value}.", rest))
 
     def _read(self, unit: Unit) -> None:
         names: tuple[str, ...] = ()
@@ -280,16 +282,15 @@ class XtmlParser(MessageParser):
     def _plain_between(self, text: str) -> None:
         # Blanks between the parts mean nothing. Other text must not be lost; the response is where it is looked for.
         if not self._in_stray_text:
-            self._blanks.append(text)
-            if text.isspace():
+            known = self._behind_blanks(text)
+            if known is None:
                 return
-            text = "".join(self._blanks)
-            self._in_stray_text = True
+            text, self._in_stray_text = known, True
             self._malformed("There is text between the parts of the message; it is given as response.")
         self._deltas.append(TextDelta(text))
 
     def _structure(self, tag: _Tag) -> None:
-        self._end_stray()
+        self._end_part()
         new_call = tag.name == "call" and not tag.closing
         if self._call is not None and not new_call:
             self._call.raw.append(tag.raw)
@@ -409,7 +410,7 @@ class XtmlParser(MessageParser):
 
     def _close_call(self, call: _Call) -> None:
         if not call.name:
-            self._malformed("A tool call has no name; it is left out.", "".join(call.raw))
+            self._nameless(call.raw)
             return
         if not call.unparsed:
             self._arguments(call, "}" if call.text else "{}")
@@ -419,11 +420,11 @@ class XtmlParser(MessageParser):
     def _drop_call(self) -> None:
         call, self._call = self._call, None
         if call is not None:
-            self._malformed("A tool call ended before it was complete; it is left out.", "".join(call.raw))
+            self._left_out(call.raw)
 
     def _end_message(self, rest: str) -> None:
         """Ends the message at its end marker; `rest` is a tag that was begun before it."""
-        self._end_stray()
+        self._end_part()
         self._tag = None
         if self._call is not None:
             self._call.raw.append(rest)
@@ -432,13 +433,9 @@ class XtmlParser(MessageParser):
             self._malformed(f"The message ended inside {self._place.value}.", rest)
         self._place = _Place.DONE
 
-    def _end_stray(self) -> None:
-        stray, self._stray, self._blanks, self._in_stray_text = "".join(self._stray), [], [], False
-        if stray.strip():
-            self._malformed(f"There is text in {self._place.value}, where only tags may be.", stray)
-
-    def _malformed(self, message: str, text: str = "") -> None:
-        self._deltas.append(ErrorMark("malformed", message, text))
+    def _end_part(self) -> None:
+        self._in_stray_text = False
+        self._end_stray(self._place.value, "tags")
 
 
 def _key(call: _Call, key: str) -> str:

@@ -152,16 +152,119 @@ def test_several_conversations(actor: Actor) -> None:
         _ = stream.reply
 
 
-def test_stop_string_and_limit_leave_marks(actor: Actor) -> None:
-    model, _ = answered(actor, "kimi_k3", tools=TOOLS)
-    reply = model.chat(USER, tools=TOOLS, stop="moment")
-    assert (reply.text, reply.reasoning) == ("One ", "I should look it up.")
-    assert (reply.finish_reason, reply.generation.stopped_by) == ("stop", "moment")
-    assert [mark.kind for mark in reply.errors] == ["truncated"]
-    reply = model.chat(USER, 5, tools=TOOLS)
-    assert reply.finish_reason == "length"
-    assert [mark.kind for mark in reply.errors] == ["truncated"]
-    assert reply.tool_calls == ()
+@pytest.mark.parametrize("family", ["kimi_k3", "kimi_linear"])
+def test_limit_leaves_a_mark_wherever_it_falls(actor: Actor, family: str) -> None:
+    model, ids = answered(actor, family, tools=TOOLS)
+    whole = model.chat(USER, tools=TOOLS)
+    # Behind its closing tag a message is complete, whether or not the end marker comes.
+    complete = len(ids) - 1 if family == "kimi_k3" else len(ids)
+    for count in range(1, len(ids)):
+        reply = model.chat(USER, count, tools=TOOLS)
+        assert reply.finish_reason == "length"
+        assert [mark.kind for mark in reply.errors] == (["truncated"] if count < complete else [])
+        assert (whole.text or "").startswith((reply.text or "").rstrip("\ufffd"))
+        assert (whole.reasoning or "").startswith(reply.reasoning or "")
+        assert reply.tool_calls in ((), whole.tool_calls)
+
+
+@pytest.mark.parametrize(
+    ("family", "stop", "reasoning", "text"),
+    [
+        ("kimi_k3", "moment", "I should look it up.", "One "),
+        ("kimi_k3", "👋", "I should look it up.", "One moment "),
+        ("kimi_k3", "look", "I should ", None),
+        ("kimi_linear", "moment", None, "One "),
+    ],
+)
+def test_stop_string_that_was_asked_for_is_no_fault(
+    actor: Actor, family: str, stop: str, reasoning: str | None, text: str | None
+) -> None:
+    model, ids = answered(actor, family, tools=TOOLS)
+    reply = model.chat(USER, tools=TOOLS, stop=stop)
+    assert (reply.reasoning, reply.text, reply.tool_calls) == (reasoning, text, ())
+    assert (reply.finish_reason, reply.generation.stopped_by, reply.errors) == ("stop", stop, ())
+    # A token that was asked for is none either.
+    token = ids[len(reply.generation.token_ids) - 1]
+    reply = model.chat(USER, tools=TOOLS, stop_token_ids=[token])
+    assert (reply.finish_reason, reply.generation.stopped_by, reply.errors) == ("stop", token, ())
+
+
+@pytest.mark.parametrize("family", ["kimi_k3", "kimi_linear"])
+def test_stop_string_inside_a_tool_call_leaves_the_call_out(actor: Actor, family: str) -> None:
+    model, _ = answered(actor, family, tools=TOOLS)
+    for stop in ("北京", "京"):
+        reply = model.chat(USER, tools=TOOLS, stop=stop)
+        assert (reply.text, reply.tool_calls, reply.generation.stopped_by) == ("One moment 👋", (), stop)
+        [mark] = reply.errors
+        assert mark.kind == "truncated"
+        assert "weather" in mark.text
+        assert stop not in mark.text
+
+
+@pytest.mark.parametrize("family", ["kimi_k3", "kimi_linear"])
+def test_stop_strings_are_not_looked_for_in_the_structure(actor: Actor, family: str) -> None:
+    """Names of tags, tools and attributes, ids of calls, markers, and what only a tag between makes adjacent."""
+    model, ids = answered(actor, family, tools=TOOLS)
+    words = ["response", "think", "message", "tools", "call", "argument", "weather", "index", "functions", ":0"]
+    words += ["<|", "|>", "👋tools", "up.think", 'type="', "👋functions"]
+    reply = model.chat(USER, tools=TOOLS, stop=words)
+    assert reply.generation.token_ids == ids
+    assert reply.message == model.chat(USER, tools=TOOLS).message
+    stream = model.chat_stream(USER, tools=TOOLS, stop=words)
+    assert collect(stream) == reply.message
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["[1, 2]", "3", "null", '"text"', "{bad", '{"a": NaN}', '["\\ud800"]', "", "{}"],
+    ids=lambda text: text[:10] or "nothing",
+)
+@pytest.mark.parametrize("family", ["kimi_k3", "kimi_linear"])
+def test_wrong_arguments_leave_a_conversation_that_goes_on(actor: Actor, family: str, arguments: str) -> None:
+    head, tail = {
+        "kimi_k3": (
+            "<|close|>think<|sep|><|open|>response<|sep|>Hm.<|close|>response<|sep|><|open|>tools<|sep|>"
+            '<|open|>call tool="weather" index="1"<|sep|><|open|>json type="object"<|sep|>',
+            "<|close|>json<|sep|><|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|><|end_of_msg|>",
+        ),
+        "kimi_linear": (
+            "Hm.<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>",
+            "<|tool_call_end|><|tool_calls_section_end|><|im_end|>",
+        ),
+    }[family]
+    model, _ = answered(actor, family, head + arguments + tail, tools=TOOLS)
+    reply = model.chat(USER, tools=TOOLS)
+    assert reply.text == "Hm."
+    assert len(reply.tool_calls) == 1
+    result = {"role": "tool", "tool_call_id": reply.tool_calls[0].id, "name": "weather", "content": "wrong arguments"}
+    written = model.tokenizer.decode(model.chat_prompt([*USER, reply.to_message(), result, *USER], tools=TOOLS))
+    assert "wrong arguments" in written
+    # A conversation has no form for arguments that are JSON, but no object.
+    kept = arguments not in ("[1, 2]", "3", "null", '"text"')
+    assert ("tool_calls" in reply.to_message()) == kept == bool(reply.message.answerable_calls)
+
+
+def test_unknown_option_lists_what_there_is(actor: Actor) -> None:
+    for call in (actor.model.chat, actor.model.chat_stream, actor.model.chat_prompt):
+        with pytest.raises(
+            TypeError, match=r"'efort' is neither an option of a chat \(tools, .*parameter \(temperature"
+        ):
+            call(USER, efort="low")
+
+
+def test_interrupt_ends_the_stream_with_the_next_tokens(actor: Actor) -> None:
+    """Even when nothing is shown for a long time, as while the value of an argument isn't complete."""
+    value = json.dumps(list(range(300)))
+    text = XTML_ANSWER.replace('type="number"<|sep|>3', f'type="array"<|sep|>{value}')
+    model, ids = answered(actor, "kimi_k3", text, tools=TOOLS)
+    stream = model.chat_stream(USER, tools=TOOLS)
+    for delta in stream:
+        if isinstance(delta, ToolCallArguments):
+            stream.interrupt()
+    assert stream.reply.finish_reason == "interrupted"
+    assert stream.reply.text == "One moment 👋"
+    assert len(stream.reply.generation.token_ids) < len(ids) - 200
+    assert [mark.kind for mark in stream.reply.errors] == ["truncated"]
 
 
 @pytest.mark.parametrize("family", ["kimi_k3", "kimi_linear"])
@@ -201,8 +304,10 @@ def test_images_are_refused(actor: Actor, family: str, content: list[dict]) -> N
     for call in (model.chat, model.chat_stream, model.chat_prompt):
         with pytest.raises(MessageError, match=r"messages\[2\].content has an image, but this version reads text only"):
             call(messages)
-    with pytest.raises(MessageError, match="images has 1 entries, but this version reads text only"):
-        model.chat(USER, images=["x.png"])
+    for images, words in ((["x.png"], r"images is \['x.png'\]"), (5, "images is 5"), (b"x", "images is b'x'")):
+        with pytest.raises(MessageError, match=f"{words}, but this version reads text only"):
+            model.chat(USER, images=images)
+    assert model.chat_prompt(USER, images=[]) == model.chat_prompt(USER, images=None)
     assert model.chat_prompt(USER)
 
 

@@ -12,11 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from kimi_jax import Kimi, cli
+from kimi_jax.commands.chat_session import Session
 from kimi_jax.generate.language import Language
+from kimi_jax.text import collect
 from tests.kimi_jax.generate import tiny
 from tests.kimi_jax.generate.scripted import Actor
 from tests.kimi_jax.generate.test_chat import K2_ANSWER, TOOLS, XTML_ANSWER
@@ -157,9 +160,9 @@ def talk(actor: Actor, run: Callable[..., Result]) -> Callable[..., Result]:
         ids = actor.model.tokenizer.encode(answer, allow_special=True)
         original = actor.model._run
 
-        def told(rows: list[np.ndarray], *args: Any, **kwargs: Any) -> Any:
-            actor.told(rows, [ids] * len(rows))
-            return original(rows, *args, **kwargs)
+        def told(asked: list[Any], **options: Any) -> Any:
+            actor.told([request.token_ids for request in asked], [ids] * len(asked))
+            return original(asked, **options)
 
         actor.model._run = told
         try:
@@ -268,6 +271,49 @@ def test_chat_reports_malformed_answers(talk: Callable[..., Result]) -> None:
     assert "Traceback" not in found.err
 
 
+def test_chat_survives_a_device_without_memory(
+    actor: Actor, talk: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The message that got no answer is forgotten; what was said before isn't, and the next one is answered."""
+    file = tmp_path / "chat.json"
+    advance, calls = actor.model._runner.advance, []
+
+    class Scarce:
+        prepare = staticmethod(advance.prepare)
+
+        def __call__(self, *args: Any, **static: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 5:
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes.")
+            return advance(*args, **static)
+
+    monkeypatch.setattr(actor.model._runner, "advance", Scarce())
+    found = talk("one", "two", "three", f"/save {file}", answer="Hi.<|im_end|>")
+    assert len(calls) > 5
+    assert found.status == 0
+    assert "too little memory for this model, prompt or --max-new-tokens: RESOURCE_EXHAUSTED" in found.err
+    said = [message["content"] for message in json.loads(file.read_text())["messages"] if message["role"] == "user"]
+    assert len(said) == 2
+    assert said[-1] == "three"
+
+
+def test_result_whose_answer_was_broken_off_can_be_given_again(actor: Actor) -> None:
+    prompt = actor.model.chat_prompt([{"role": "user", "content": "weather?"}], tools=TOOLS)
+    answer = actor.model.tokenizer.encode(K2_ANSWER, allow_special=True)
+    session = Session(actor.told([prompt], [answer]))
+    session.tools = TOOLS
+    stream = session.send("weather?")
+    collect(stream)
+    session.keep(stream.reply)
+    waiting = list(session.unanswered)
+    assert [call.name for call in waiting] == ["weather"]
+    assert session.command("/result sunny") is not None
+    assert session.unanswered == []
+    session.forget_last()
+    assert session.unanswered == waiting
+    assert [message["role"] for message in session.messages] == ["user", "assistant"]
+
+
 def test_chat_refuses_a_model_that_cannot(run: Callable[..., Result], actor: Actor) -> None:
     actor.model._language = Language.of(None, actor.model.config, "tiktoken.model is missing.")
     found = run("chat", "m", stdin="hi\n")
@@ -315,6 +361,59 @@ def test_missing_model_is_one_sentence() -> None:
     assert found.stderr.startswith("kimi-jax: error: ")
 
 
+MISTAKES = """
+import sys
+from kimi_jax import Kimi, SamplingParams
+
+model = Kimi.from_pretrained(sys.argv[1], dtype="float32", compilation_cache=False, progress=False)
+calls = [(model.generate, [1], {"sampling": wrong}) for wrong in (5, "greedy", {"temperature": 1.0}, SamplingParams)]
+calls += [(Kimi.from_pretrained, wrong, {}) for wrong in (5, None, b"m", "", "no-such-model", "..", "/nowhere/m")]
+calls += [(model.generate, [1], {"max_new_tokens": "5"}), (model.generate, [1], {"seed": "x"})]
+options = [{"thinking": 0}, {"thinking": "no"}, {"effort": 3}, {"tool_choice": True}, {"tools": {"name": "f"}}]
+calls += [(model.chat, [{"role": "user", "content": "x"}], one) for one in options]
+for call, argument, options in calls:
+    try:
+        call(argument, **options)
+    except Exception as error:
+        print(type(error).__name__, str(error).replace(chr(10), " "))
+"""
+
+
+def test_mistakes_are_explained(linear_directory: Path) -> None:
+    """As users have it: without the type checks that tests put around every function."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", MISTAKES, str(linear_directory)]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
+    lines = found.stdout.splitlines()
+    assert found.stderr == ""
+    assert len(lines) == 18
+    for line in lines[:4]:
+        assert line.startswith("TypeError sampling=")
+        assert line.endswith(" must be SamplingParams, a list of one for each prompt, or None.")
+    for line in lines[4:7]:
+        assert line.startswith("TypeError directory=")
+        assert line.endswith(" must be the path of a model's directory, or owner/name on the hub.")
+    for line, name, reason in (
+        (lines[7], "", "there is no such directory"),
+        (lines[8], "no-such-model", "there is no such directory"),
+        (lines[9], "..", "there is no config.json in it"),
+        (lines[10], "/nowhere/m", "there is no such directory"),
+    ):
+        assert line == (
+            f"FileNotFoundError {name!r} is no model: {reason}. Legal are a Hugging Face or converted directory, or "
+            "owner/name on the Hugging Face hub."
+        )
+    assert lines[11] == "TypeError max_new_tokens='5' must be an integer of at least 1."
+    assert lines[12] == "TypeError seed='x' must be an integer from 0 to 9223372036854775807."
+    assert lines[13:] == [
+        "MessageError thinking is 0; legal is True, False or None.",
+        "MessageError thinking is 'no'; legal is True, False or None.",
+        "MessageError thinking_effort is 3, which the K2 format has no form for; legal is None.",
+        "MessageError tool_choice is True, which the K2 format has no form for; legal is None or 'auto'.",
+        "MessageError tools is {'name': 'f'}; legal is a list.",
+    ]
+
+
 TERMINAL = """
 import sys, time
 import jax.numpy as jnp, numpy as np
@@ -329,9 +428,9 @@ thought = tokenizer.encode("hmm<|close|>think<|sep|><|open|>response<|sep|>", al
 word = tokenizer.encode("x")
 run, advance = actor.model._run, actor.model._runner.advance
 
-def told(rows, *rest, **options):
-    actor.told(rows, [[*thought, *word * 1000] for _ in rows])
-    return run(rows, *rest, **options)
+def told(asked, **options):
+    actor.told([request.token_ids for request in asked], [[*thought, *word * 1000] for _ in asked])
+    return run(asked, **options)
 
 class Slow:
     prepare = staticmethod(advance.prepare)

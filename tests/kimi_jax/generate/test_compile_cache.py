@@ -6,6 +6,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +254,16 @@ def test_shapes_and_static_values_each_get_their_program(capsys: pytest.CaptureF
     quiet = Programs()
     quiet.add(lambda x: x + 1, "plus")(ARGUMENT, what="plus")
     assert capsys.readouterr().err == ""
+
+
+def test_threads_that_need_one_program_compile_it_once() -> None:
+    programs = Programs()
+    program = programs.add(lambda x: jnp.cos(x) * 3, "thrice")
+    with ThreadPoolExecutor(4) as pool:
+        found = [pool.submit(program, ARGUMENT, what="thrice") for _ in range(4)]
+    for one in found:
+        np.testing.assert_allclose(np.asarray(one.result()), np.cos(ARGUMENT) * 3, rtol=1e-6)
+    assert programs.compiled == ["thrice"]
 
 
 def test_log_is_a_log(caplog: pytest.LogCaptureFixture, home: Path) -> None:

@@ -72,8 +72,7 @@ def test_order_does_not_matter_bit_for_bit(model: Kimi) -> None:
 
 def test_long_prompts_are_run_in_pieces(model: Kimi, alone: list[Generation], monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside prompts that end in the first piece."""
-    monkeypatch.setattr(batch, "PREFILL_TOKENS", 64)
-    same(run(model, [prompts(LENGTHS)[4]])[0], alone[4])
+    monkeypatch.setattr(batch, "PREFILL_TOKENS", 48)
     for found, want in zip(run(model, batch_of_eight()), [*alone, alone[2], alone[0], alone[4]], strict=True):
         same(found, want)
 
@@ -265,6 +264,16 @@ def test_new_length_in_a_known_bucket_compiles_nothing(
     assert compiled
 
 
+def test_new_length_of_a_long_prompt_compiles_nothing(actor: Actor, caplog: pytest.LogCaptureFixture) -> None:
+    """Also where another length leaves another rest for the last piece."""
+    model = actor.told([[1]], [[5]])
+    model.generate([1] * 6144, 4, stop_token_ids=())
+    with compilations(caplog) as compiled:
+        for length in (4097, 4200, 5000, 6143):
+            model.generate([1] * length, 4, stop_token_ids=())
+    assert compiled == []
+
+
 def test_buckets() -> None:
     sizes = [bucket(length) for length in range(1, 5000)]
     assert sorted(set(sizes)) == [64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144]
@@ -354,5 +363,7 @@ def test_illegal_sampling(actor: Actor) -> None:
         model.stream([1], temprature=1.0)
     with pytest.raises(ValueError, match=r"stop_token_ids holds 2256; legal ids are 0 to vocab_size-1=2255"):
         model.generate([1], stop_token_ids=[2256])
+    with pytest.raises(ValueError, match="max_new_tokens=a value of type int that is too long to be shown exceed"):
+        model.generate([1], 10**5000)
     with pytest.raises(ValueError, match="logit_bias holds 2256"):
         model.stream([1], logit_bias={2256: 1.0})

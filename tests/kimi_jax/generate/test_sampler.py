@@ -135,6 +135,22 @@ CHANGES = [
 ]
 
 
+EVERY = {
+    "top_k": 12,
+    "top_p": 0.9,
+    "min_p": 0.03,
+    "repetition_penalty": 1.3,
+    "presence_penalty": 0.6,
+    "logit_bias": {5: 1.5, 8: -0.5, 90: 3.0},
+    "allowed_token_ids": [*range(0, 60), *range(61, 160, 3)],
+}
+COMBINATIONS = [
+    {name: EVERY[name] for name in names}
+    for count in range(len(EVERY) + 1)
+    for names in itertools.combinations(EVERY, count)
+]
+
+
 def short(changes: dict) -> str:
     return "-".join(changes) or "nothing"
 
@@ -143,6 +159,13 @@ def short(changes: dict) -> str:
 def test_frequencies_behind_every_combination_of_filters(changes: dict) -> None:
     params = SamplingParams(temperature=1.1, **changes)
     check_frequencies(draws(params), exact(logits(), params))
+
+
+def test_frequencies_behind_every_combination_of_everything() -> None:
+    assert len(COMBINATIONS) == 128
+    for changes in COMBINATIONS:
+        params = SamplingParams(temperature=0.8, **changes)
+        check_frequencies(draws(params), exact(logits(), params))
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])

@@ -68,6 +68,21 @@ def unchecked() -> ModuleType:
         ("logit_bias", [3], TypeError, r"logit_bias=\[3\] must map token ids to numbers"),
         ("allowed_token_ids", [], ValueError, "allowed_token_ids is empty"),
         ("allowed_token_ids", [True], TypeError, "allowed_token_ids holds True"),
+        # Python refuses to write out so many digits, which must not hide what is wrong.
+        *(
+            pytest.param(
+                field, 10**5000, ValueError, f"{field}=a value of type int that is too long to be shown must", id=field
+            )
+            for field in ("temperature", "top_p", "seed", "top_logprobs", "presence_penalty")
+        ),
+        ("stop_token_ids", [-(10**5000)], ValueError, "stop_token_ids holds a value of type int that is too long"),
+        (
+            "logit_bias",
+            {10**5000: "x"},
+            TypeError,
+            r"logit_bias\[a value of type int that is too long to be shown\]='x'",
+        ),
+        ("stop", [["a"] * 10**6], TypeError, r"stop=\[\['a', 'a', 'a', 'a', 'a', 'a', ...\]\] must be a string"),
     ],
 )
 def test_illegal_values(unchecked: ModuleType, field: str, value: Any, error: type[Exception], words: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 from kimi_jax import Kimi, KimiConfig, startup
 from kimi_jax.model import Decoder
 from kimi_jax.params import named_specs
-from pallas_kernels.dispatch import Choice
+from pallas_kernels.dispatch import Choice, UnsupportedImplementationError, always, choose, noted_choices
 from tests import golden_data
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -54,6 +55,26 @@ def test_every_operation_says_what_it_chose_and_why(name: str, operations: set[s
         assert choice.name in line
     # Noting the choices has left nothing behind.
     assert startup.choices(released(name), "bfloat16") == found
+
+
+def test_choices_are_noted_where_they_are_asked_for_only() -> None:
+    def work(name: str) -> None:
+        choose(name, None, {"tpu": lambda: "there is none.", "xla": always})
+
+    work("before")
+    with noted_choices() as outer:
+        work("a")
+        with noted_choices() as inner:
+            work("b")
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(work, "elsewhere").result()
+        with pytest.raises(UnsupportedImplementationError), noted_choices() as failed:
+            choose("c", "gpu", {"xla": always})
+        work("d")
+    work("after")
+    assert list(outer) == ["a", "b", "d"]
+    assert inner == {"b": Choice("xla", "tpu: there is none.")}
+    assert failed == {}
 
 
 def test_operations_are_grouped_by_choice_and_reason() -> None:

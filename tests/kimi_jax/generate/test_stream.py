@@ -137,6 +137,51 @@ def test_errors_come_at_the_call_and_work_when_asked(actor: Actor) -> None:
     stream.close()
 
 
+def test_streams_that_take_turns_or_are_left_do_not_see_each_other(actor: Actor) -> None:
+    model = actor.constant(np.zeros(tiny.VOCABULARY, np.float32))
+    want = [model.generate(PROMPT, 60, temperature=1.0, seed=seed).token_ids for seed in range(3)]
+    rng = random.Random(3)
+    streams = [model.stream(PROMPT, 60, temperature=1.0, seed=seed) for seed in range(3)]
+    found: list[list[int]] = [[], [], []]
+    waiting = [0, 1, 2]
+    left = model.stream(PROMPT, 60, temperature=1.0, seed=9)
+    next(left)
+    while waiting:
+        number = rng.choice(waiting)
+        piece = next(streams[number], None)
+        if piece is None:
+            waiting.remove(number)
+        else:
+            found[number] += piece.token_ids
+    assert found == want
+    del left
+
+
+def test_ctrl_c_inside_a_stream_leaves_the_model_in_order(actor: Actor, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = actor.constant(np.zeros(tiny.VOCABULARY, np.float32))
+    want = model.generate(PROMPT, 40, temperature=1.0, seed=1).token_ids
+    original = batch._Pace.adapt
+
+    def interrupt(pace: Any, steps: int, seconds: float) -> None:
+        original(pace, steps, seconds)
+        if pace.steps > 1:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(batch._Pace, "adapt", interrupt)
+        stream = model.stream(PROMPT, 40, temperature=1.0, seed=1)
+        with pytest.raises(KeyboardInterrupt):
+            list(stream)
+        assert list(stream) == []
+        chat = model.chat_stream([{"role": "user", "content": "x"}], 40, temperature=1.0, seed=1)
+        with pytest.raises(KeyboardInterrupt):
+            list(chat)
+        chat.close()
+        assert chat.reply.finish_reason == "interrupted"
+        assert 1 <= len(chat.reply.generation.token_ids) < 40
+    assert model.generate(PROMPT, 40, temperature=1.0, seed=1).token_ids == want
+
+
 def test_no_half_characters_in_what_chance_writes(actor: Actor) -> None:
     """Whatever the model says: pieces add up to the text, and no piece ends or begins inside a character."""
     model = actor.constant(np.zeros(tiny.VOCABULARY, np.float32))
@@ -170,13 +215,14 @@ def test_five_hundred_answers_in_any_division_parse_to_the_same(actor: Actor, fa
         parser = format.parser(model.tokenizer)
         whole = parser.push_ids(answer.token_ids) + parser.finish(truncated=answer.finish_reason == "length")
         check_deltas(whole)
-        cuts = random_cuts(rng, len(answer.token_ids))
-        parser, deltas = format.parser(model.tokenizer), []
-        for begin, end in zip([0, *cuts], [*cuts, len(answer.token_ids)], strict=True):
-            deltas += parser.push_ids(answer.token_ids[begin:end])
-        deltas += parser.finish(truncated=answer.finish_reason == "length")
-        assert merged(deltas) == merged(whole)
-        assert collect(deltas) == collect(whole)
+        for _ in range(3):
+            cuts = random_cuts(rng, len(answer.token_ids))
+            parser, deltas = format.parser(model.tokenizer), []
+            for begin, end in zip([0, *cuts], [*cuts, len(answer.token_ids)], strict=True):
+                deltas += parser.push_ids(answer.token_ids[begin:end])
+            deltas += parser.finish(truncated=answer.finish_reason == "length")
+            assert merged(deltas) == merged(whole)
+            assert collect(deltas) == collect(whole)
 
 
 def test_pace_follows_the_device() -> None:

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from kimi_jax.text import StreamingDetokenizer, Tokenizer
+from kimi_jax.text import StreamingDetokenizer, Tokenizer, XtmlFormat
 from kimi_jax.text.detokenizer import Piece
 from tests.kimi_jax.text.golden import load, name_of
 from tests.kimi_jax.text.streams import SNIPPETS, XTML_MARKERS, every_cut, random_cuts, random_text
@@ -97,6 +97,34 @@ def test_stop_strings_against_the_definition(tokenizer: Tokenizer) -> None:
             results.add((detokenizer.stopped_by, detokenizer.num_tokens))
         assert len(results) == 1
     assert found > 200
+
+
+def test_stop_strings_mean_nothing_in_the_structure_nor_across_it(tokenizer: Tokenizer) -> None:
+    """Against the definition: each stretch of content is looked at by itself, tags are passed over."""
+    rng = random.Random(5)
+    found = 0
+    for _ in range(400):
+        stop = ["".join(rng.choice("ab<|") for _ in range(rng.randrange(1, 5))) for _ in range(rng.randrange(1, 4))]
+        ids: list[int] = []
+        want = ""
+        stopped = False
+        for number in range(rng.randrange(1, 7)):
+            text = "".join(rng.choice("ab<|中") for _ in range(rng.randrange(8)))
+            if number % 2:
+                opening = rng.choice(("<|open|>", "<|close|>"))
+                ids += [tokenizer.control_id(opening), *tokenizer.encode(text), tokenizer.control_id("<|sep|>")]
+                shown = f"{opening}{text}<|sep|>"
+            else:
+                ids += tokenizer.encode(text)
+                shown = cut_at_stop(text, stop)
+            want += "" if stopped else shown
+            stopped = stopped or (number % 2 == 0 and shown != text)
+        found += stopped
+        for cuts in (every_cut(ids), random_cuts(rng, len(ids)), []):
+            detokenizer = StreamingDetokenizer(tokenizer, stop=stop, structure=XtmlFormat.structure)
+            assert "".join(stream(detokenizer, ids, cuts)) == want
+            assert (detokenizer.stopped_by is not None) == stopped
+    assert 100 < found < 350
 
 
 def test_nothing_is_held_longer_than_it_must(tokenizer: Tokenizer) -> None:

@@ -70,6 +70,8 @@ BAD_MESSAGES = [
     (assistant(name="f", arguments={"x": "\ud800"}), r"arguments\['x'\] has the lone surrogate"),
     (assistant(name="f", arguments={"x": nested(DEEPEST)}), "nested deeper than 128 levels"),
     (assistant(name="f", arguments={"x": 10**5000}), "can't be written as JSON"),
+    ([{"role": "user", "content": 10**5000}], r"messages\[0\].content is a value of type int that is too long to be"),
+    ([{"role": "x" * 10**6, "content": "x"}], r"messages\[0\].role is 'x{30,40}\.\.\.x{30,40}'; legal is one of"),
 ]
 
 BAD_TOOLS = [
@@ -125,7 +127,7 @@ def test_a_value_within_itself_is_refused() -> None:
             {"image_prompts": ["<|open|>"]},
             r"image_prompts\[0\] is '<\|open\|>'; legal is what image_prompt\(\) returns",
         ),
-        ({"image_prompts": ["x" * 99]}, r"image_prompts\[0\] is 'x*'; legal is what"),
+        ({"image_prompts": ["x" * 99]}, r"image_prompts\[0\] is 'x*[.]{3}x*'; legal is what"),
     ],
 )
 def test_bad_options_are_refused(options: dict, error: str) -> None:
