@@ -29,6 +29,7 @@ from kimi_jax.checkpoint.manifest import MARKER
 from kimi_jax.checkpoint.random_weights import init_random
 
 ROOT = Path(__file__).parents[1]
+SETTLE_SECONDS = 15
 CONVERT = """
 import resource, sys, time
 began = time.perf_counter()
@@ -103,40 +104,43 @@ def forget(directory: Path) -> None:
             os.close(descriptor)
 
 
-def synced(run: Callable[[], Any]) -> float:
-    """Seconds of a run until what it wrote is on the disk."""
+def synced(run: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds of a run until what it wrote is on the disk, and its result."""
     os.sync()
     began = time.perf_counter()
-    run()
+    result = run()
     os.sync()
-    return time.perf_counter() - began
+    return time.perf_counter() - began, result
 
 
 def throughput(place: Path, repeats: int) -> Iterator[dict[str, Any]]:
     """Copies, converts and loads the same files in turn, from the disk and from the cache."""
     source = make(place, linear_config())
     size = weights(source)
+    copy, orbax = place / "copy", place / "orbax"
+
+    def settle(*directories: Path) -> None:
+        # A virtual machine gives memory that has been free for a while back to its host, and waits for it when it's
+        # needed again. Every run starts from that state; otherwise the first after a removal would have an advantage.
+        for directory in directories:
+            forget(directory)
+        time.sleep(SETTLE_SECONDS)
+
     for cold in (True, False):
         rows: list[dict[str, float]] = []
         for _ in range(repeats):
             row: dict[str, float] = {}
-            for name in ("copy", "orbax"):
-                shutil.rmtree(place / name, ignore_errors=True)
-            if cold:
-                forget(source)
-            row["copy"] = synced(lambda: subprocess.run(["cp", "-r", source, place / "copy"], check=True))
-            shutil.rmtree(place / "copy")
-            if cold:
-                forget(source)
-            found: list[float] = []
-            row["convert"] = synced(lambda found=found: found.extend(child(CONVERT, source, place / "orbax")))
-            assert found[0] == 0
-            row["convert_peak"] = found[2]
-            for name, directory in (("load_orbax", place / "orbax"), ("load_huggingface", source)):
-                if cold:
-                    forget(directory)
+            settle(*([source] if cold else []))
+            row["copy"], _ = synced(lambda: subprocess.run(["cp", "-r", source, copy], check=True))
+            settle(*([source] if cold else []))
+            row["convert"], (status, _, row["convert_peak"]) = synced(lambda: child(CONVERT, source, orbax))
+            assert status == 0
+            shutil.rmtree(copy)
+            for name, directory in (("load_orbax", orbax), ("load_huggingface", source)):
+                settle(*([directory] if cold else []))
                 loaded, row[name], row[f"{name}_peak"] = child(LOAD, directory)
                 assert loaded > 0.99 * size
+            shutil.rmtree(orbax)
             rows.append(row)
         median = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
         result: dict[str, Any] = {"case": "cold" if cold else "warm", "bytes": size, "repeats": repeats}
@@ -185,16 +189,20 @@ def kills(place: Path, number: int) -> Iterator[dict[str, Any]]:
 
 
 def expert_layer(place: Path) -> Iterator[dict[str, Any]]:
-    """Converts one layer of packed experts of real size."""
+    """Converts one layer of packed experts of real size, and back."""
     source = make(place, expert_config())
-    for mebibytes in ("256", "1024"):
-        shutil.rmtree(place / "orbax", ignore_errors=True)
+    for mebibytes in ("128", "256", "1024"):
         status, seconds, peak = child(CONVERT, source, place / "orbax", "--array-mib", mebibytes)
         assert status == 0
+        status, _, peak_back = child(CONVERT, place / "orbax", place / "back", "--to", "hf")
+        assert status == 0
+        for name in ("orbax", "back"):
+            shutil.rmtree(place / name)
         yield {
             "case": f"K3 expert layer, arrays of at most {mebibytes} MiB",
             "bytes": weights(source),
             "peak_GiB": round(peak / 2**30, 2),
+            "peak_back_GiB": round(peak_back / 2**30, 2),
             "MB_per_s": round(weights(source) / seconds / 1e6),
         }
 

@@ -16,7 +16,7 @@ from kimi_jax.checkpoint.manifest import EmptyTensor, Part, Piece, StoredArray, 
 from kimi_jax.checkpoint.reader import CheckpointReader
 from kimi_jax.params import Params, ParamSpec, named_specs
 
-ARRAY_BYTES = 256 * 2**20
+ARRAY_BYTES = 128 * 2**20
 """Largest array, unless a caller asks for another bound; well below the 1 GiB that the format promises."""
 
 

@@ -1,13 +1,13 @@
 """From a checkpoint of either format to the stacked parameters of a decoder, on one device or spread over a mesh.
 
 Each process reads the parts that its own devices hold, and of those only the bytes (converted checkpoints: the chunks)
-that it needs. Reads run side by side; what is read and not yet on a device is bounded.
+that it needs, once for all of its devices. Reads run side by side; what is read and not yet on a device is bounded.
 """
 
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -25,7 +25,7 @@ from kimi_jax.checkpoint.locate import FP8_SCALE, Located, check_padding, is_pad
 from kimi_jax.checkpoint.manifest import Part
 from kimi_jax.checkpoint.opened import Checkpoint
 from kimi_jax.checkpoint.reader import CheckpointReader
-from kimi_jax.checkpoint.values import NAN_SCALE, dequantize_fp8, empty, has_nan
+from kimi_jax.checkpoint.values import NAN_SCALE, dequantize_fp8, empty, has_nan, touch
 from kimi_jax.checkpoint.verify import verify as verify_checkpoint
 from kimi_jax.model import Decoder
 from kimi_jax.params import Params, ParamSpec, is_spec, named_specs
@@ -154,50 +154,59 @@ def _targets(
 # From files to devices.
 
 
-@dataclass
-class _Buffer:
+@dataclass(frozen=True)
+class _Part:
     """A part of a target on its way to the devices that hold it."""
 
+    box: Box
     values: np.ndarray
     devices: list[Any]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Parts of target number `number` that are read together."""
+
+    number: int
+    nbytes: int
+    parts: list[_Part]
     reads: list[Future[None]]
 
 
 def _place(source: _Source, targets: list[_Target], bytes_in_flight: int) -> Iterator[jax.Array]:
     """Fills targets one after the other, reading ahead as far as the bound allows."""
     with ThreadPoolExecutor(_READERS) as pool:
-        waiting: deque[tuple[_Target, int, _Buffer]] = deque()
+        waiting: deque[_Group] = deque()
         placed: dict[int, list[jax.Array]] = {}
         remaining: dict[int, int] = {}
         in_flight = 0
 
         def finish() -> None:
             nonlocal in_flight
-            _, number, buffer = waiting.popleft()
-            for read in buffer.reads:
+            group = waiting.popleft()
+            for read in group.reads:
                 read.result()
-            in_flight -= buffer.values.nbytes
-            placed[number] += [jax.device_put(buffer.values, device) for device in buffer.devices]
-            # A copy to another device must have been made before its source is given up.
-            jax.block_until_ready(placed[number])
-            remaining[number] -= 1
+            in_flight -= group.nbytes
+            while group.parts:
+                part = group.parts.pop()
+                placed[group.number] += [jax.device_put(part.values, device) for device in part.devices]
+                # A copy to another device must have been made before its source is given up.
+                jax.block_until_ready(placed[group.number])
+            remaining[group.number] -= 1
 
         try:
             for number, target in enumerate(targets):
-                parts = _parts(target)
-                remaining[number], placed[number] = len(parts), []
-                for box, devices in parts:
-                    size = box.size * target.dtype.itemsize
+                groups = _groups(target, bytes_in_flight)
+                remaining[number], placed[number] = len(groups), []
+                for boxes in groups:
+                    size = sum(box.size for box in boxes) * target.dtype.itemsize
                     while waiting and in_flight + size > bytes_in_flight:
                         finish()
-                    values = empty(box.shape, target.dtype)
+                    parts = [_Part(box, empty(box.shape, target.dtype), devices) for box, devices in boxes.items()]
                     in_flight += size
-                    whole = Box.whole(box.shape)
-                    reads = [
-                        pool.submit(source.read, target, _moved(piece, box), values[piece.slices])
-                        for piece in whole.split(max(1, _BYTES_PER_READ // target.dtype.itemsize))
-                    ]
-                    waiting.append((target, number, _Buffer(values, devices, reads)))
+                    pieces = _around(boxes).split(max(1, _BYTES_PER_READ // target.dtype.itemsize))
+                    reads = [pool.submit(_read, source, target, piece, tuple(parts)) for piece in pieces]
+                    waiting.append(_Group(number, size, parts, reads))
             for number, target in enumerate(targets):
                 while remaining[number]:
                     finish()
@@ -207,9 +216,50 @@ def _place(source: _Source, targets: list[_Target], bytes_in_flight: int) -> Ite
                 else:
                     yield jax.make_array_from_single_device_arrays(target.shape, target.sharding, shards)
         finally:
-            for _, _, buffer in waiting:
-                for read in buffer.reads:
+            for group in waiting:
+                for read in group.reads:
                     read.cancel()
+
+
+def _read(source: _Source, target: _Target, box: Box, parts: tuple[_Part, ...]) -> None:
+    """Reads a box of a target once, for all parts that hold some of it."""
+    shares = [(part, shared) for part in parts if (shared := box.intersect(part.box)) is not None]
+    if len(shares) == 1:
+        part, _ = shares[0]
+        source.read(target, box, part.values[box.within(part.box).slices])
+        return
+    values = empty(box.shape, target.dtype)
+    source.read(target, box, values)
+    for part, shared in shares:
+        part.values[shared.within(part.box).slices] = values[shared.within(box).slices]
+
+
+def _groups(target: _Target, most: int) -> list[dict[Box, list[Any]]]:
+    """The parts of a target that this process holds, by box, with the devices that hold each, in groups.
+
+    Parts that cut through the same tensors form a group, because a chunk of a converted checkpoint may hold some of
+    each and should be read once; unless together they exceed `most` bytes.
+    """
+    alike: dict[Box, dict[Box, list[Any]]] = {}
+    for box, devices in _parts(target):
+        axes = len(target.spec.stack_shape)
+        alike.setdefault(Box(box.start[:axes], box.shape[:axes]), {})[box] = devices
+    groups: list[dict[Box, list[Any]]] = []
+    for boxes in alike.values():
+        size = sum(box.size for box in boxes)
+        if size == _around(boxes).size and size * target.dtype.itemsize <= most:
+            groups.append(boxes)
+        else:
+            groups += [{box: devices} for box, devices in boxes.items()]
+    return groups
+
+
+def _around(boxes: Iterable[Box]) -> Box:
+    """The smallest box that holds all of these."""
+    starts, stops = zip(*((box.start, box.stop) for box in boxes), strict=True)
+    start = tuple(map(min, zip(*starts, strict=True)))
+    stop = tuple(map(max, zip(*stops, strict=True)))
+    return Box(start, tuple(b - a for a, b in zip(start, stop, strict=True)))
 
 
 def _parts(target: _Target) -> list[tuple[Box, list[Any]]]:
@@ -221,10 +271,6 @@ def _parts(target: _Target) -> list[tuple[Box, list[Any]]]:
         assert index is not None
         parts.setdefault(Box.of_slices(index, target.shape), []).append(device)
     return list(parts.items())
-
-
-def _moved(piece: Box, box: Box) -> Box:
-    return Box(tuple(a + b for a, b in zip(piece.start, box.start, strict=True)), piece.shape)
 
 
 def _layers(target: _Target, box: Box, out: np.ndarray) -> Iterator[tuple[int | None, Box, np.ndarray]]:
@@ -310,6 +356,7 @@ class _Converted(_Problems):
         self._located = located
 
     def read(self, target: _Target, box: Box, out: np.ndarray) -> None:
+        touch(out)
         for layer, inner, values in _layers(target, box, out):
             dtypes = self._checkpoint.stored_dtypes(target.path, target.part, layer)
             if target.part == "values" and any(dtype.itemsize == 1 for dtype in dtypes):

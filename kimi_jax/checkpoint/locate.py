@@ -195,40 +195,45 @@ def _find(names: Collection[str], index: tuple[int, ...], name: str) -> Located:
 
 
 def _misfits(table: TensorTable, spec: ParamSpec, tensor: Located) -> Iterator[Mismatch]:
-    def mismatch(kind: Kind, name: str, detail: str) -> Mismatch:
-        return Mismatch(kind, name, detail, table.file_of(name))
-
     if tensor.packed:
         for name, expected in zip(tensor.names, packed_shapes(spec.tensor_shape), strict=True):
             if table.dtype(name) != np.uint8:
-                yield mismatch("wrong dtype", name, f"is {table.dtype(name)}, packed MXFP4 is uint8.")
+                yield _mismatch(table, "wrong dtype", name, f"is {table.dtype(name)}, packed MXFP4 is uint8.")
             if tuple(table.shape(name)) != expected:
-                yield mismatch(
-                    "wrong shape", name, f"is {list(table.shape(name))}, the config makes it {list(expected)}."
+                yield _mismatch(
+                    table, "wrong shape", name, f"is {list(table.shape(name))}, the config makes it {list(expected)}."
                 )
         return
     found, dtype = tuple(table.shape(tensor.name)), table.dtype(tensor.name)
     if not is_float(dtype):
-        yield mismatch("wrong dtype", tensor.name, f"is {dtype}, a floating-point tensor is needed.")
+        yield _mismatch(table, "wrong dtype", tensor.name, f"is {dtype}, a floating-point tensor is needed.")
     elif dtype.itemsize == 1:
         scale = tensor.name + FP8_SCALE
         blocks = tuple(-(-size // FP8_BLOCK) for size in found)
         if scale not in table.names():
             yield Mismatch("missing", scale, f"{list(blocks)}, the block scales of {tensor.name}, which is {dtype}.")
         elif tuple(table.shape(scale)) != blocks:
-            yield mismatch(
-                "wrong shape", scale, f"is {list(table.shape(scale))}, tiles of 128 x 128 make it {list(blocks)}."
+            yield _mismatch(
+                table,
+                "wrong shape",
+                scale,
+                f"is {list(table.shape(scale))}, tiles of 128 x 128 make it {list(blocks)}.",
             )
         elif not is_float(table.dtype(scale)):
-            yield mismatch("wrong dtype", scale, f"is {table.dtype(scale)}, a floating-point tensor is needed.")
+            yield _mismatch(table, "wrong dtype", scale, f"is {table.dtype(scale)}, a floating-point tensor is needed.")
     legal = stored_shapes(spec)
     if not any(_shape_fits(spec, found, shape) for shape in legal):
-        yield mismatch(
+        yield _mismatch(
+            table,
             "wrong shape",
             tensor.name,
             f"is {list(found)}, the config makes it "
             f"{' or '.join(str(list(shape)).replace('[-1]', 'a vector padded with zeros') for shape in legal)}.",
         )
+
+
+def _mismatch(table: TensorTable, kind: Kind, name: str, detail: str) -> Mismatch:
+    return Mismatch(kind, name, detail, table.file_of(name))
 
 
 def _shape_fits(spec: ParamSpec, found: tuple[int, ...], legal: tuple[int, ...]) -> bool:

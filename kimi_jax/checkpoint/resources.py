@@ -1,5 +1,7 @@
 """What a conversion needs of the machine, and whether the machine has it."""
 
+import ctypes
+import os
 import re
 import shutil
 from pathlib import Path
@@ -13,6 +15,11 @@ BASE_MEMORY = 2**30
 ARRAYS_IN_MEMORY = 5
 """Bound on the copies of the largest array at one time: read ahead, being written, and in TensorStore's hands."""
 
+# Arrays that may be added before memory is looked at again: one in TensorStore's hands, and what it makes of it.
+_ROOM = 2
+# Of the GNU C library; others give memory back by themselves.
+_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)
+
 # Records and the names of chunks, for each byte of data and for each file.
 _OVERHEAD, _SMALL_FILES = 0.002, 16 * 2**20
 
@@ -20,6 +27,16 @@ _OVERHEAD, _SMALL_FILES = 0.002, 16 * 2**20
 def memory_needed(largest_array: int) -> int:
     """Bound on the memory of a conversion whose largest array has this many bytes."""
     return BASE_MEMORY + ARRAYS_IN_MEMORY * largest_array
+
+
+def keep_memory(largest_array: int) -> None:
+    """Gives freed memory back to the system when what this process holds leaves no room for another array within bounds.
+
+    The C library keeps what TensorStore's threads free, for each thread apart, so that several arrays that are long gone
+    would count as memory of this process. Getting memory anew takes time, so it's only done when it's needed.
+    """
+    if _resident() > memory_needed(largest_array) - _ROOM * largest_array and _TRIM is not None:
+        _TRIM(0)
 
 
 def disk_needed(size: int) -> int:
@@ -67,3 +84,11 @@ def available_memory() -> int | None:
     except (OSError, ValueError):
         pass
     return min(found, default=None)
+
+
+def _resident() -> int:
+    """Bytes of memory that this process holds, or 0 where the system doesn't say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0

@@ -55,7 +55,6 @@ class TensorEntry(NamedTuple):
 
 
 @runtime_checkable
-@runtime_checkable
 class TensorLike(Protocol):
     """What a header needs to know of a tensor."""
 

@@ -20,7 +20,7 @@ from kimi_jax.checkpoint.manifest import StoredArray
 from kimi_jax.checkpoint.marks import RANDOM
 from kimi_jax.checkpoint.progress import Progress, amount
 from kimi_jax.checkpoint.reader import CheckpointReader
-from kimi_jax.checkpoint.resources import check_resources, disk_needed, memory_needed
+from kimi_jax.checkpoint.resources import check_resources, disk_needed, keep_memory, memory_needed
 from kimi_jax.checkpoint.safetensors_format import TensorInfo
 from kimi_jax.checkpoint.side_files import copy_side_files, side_files
 from kimi_jax.checkpoint.to_orbax import Done
@@ -97,6 +97,7 @@ def to_huggingface(source: Path, destination: Path, show: bool) -> Done:
                     for number in {tensor.file for array in piece.arrays for tensor in array.tensors}:
                         files[number].sync()
                     _append_journal(destination, piece.name)
+                keep_memory(largest)
                 lock.touch()
                 progress.add(piece.num_tensors, piece.nbytes)
         raise_if(problems, f"{source} can't be converted")

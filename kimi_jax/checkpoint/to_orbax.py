@@ -28,7 +28,7 @@ from kimi_jax.checkpoint.manifest import (
 from kimi_jax.checkpoint.opened import is_random
 from kimi_jax.checkpoint.progress import Progress, amount
 from kimi_jax.checkpoint.reader import CheckpointReader
-from kimi_jax.checkpoint.resources import check_resources, disk_needed, memory_needed
+from kimi_jax.checkpoint.resources import check_resources, disk_needed, keep_memory, memory_needed
 from kimi_jax.checkpoint.side_files import copy_side_files, side_files
 from kimi_jax.checkpoint.store import save_piece
 from kimi_jax.checkpoint.values import ALIGNMENT, NAN_SCALE, checksum, empty, has_nan, is_float
@@ -121,6 +121,7 @@ def to_orbax(source: Path, destination: Path, array_bytes: int, show: bool) -> D
                 stack = {array.key: array.stack for array in loaded.piece.arrays}
                 files = save_piece(destination, loaded.piece.name, loaded.arrays, stack)
                 write_piece(destination, replace(loaded.piece, files=files))
+            keep_memory(largest)
             lock.touch()
             progress.add(loaded.piece.num_tensors, loaded.piece.nbytes)
         raise_if(problems, f"{source} can't be converted")

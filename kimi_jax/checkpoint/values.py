@@ -10,6 +10,8 @@ from jax.typing import DTypeLike
 FP8_BLOCK = 128
 """Rows and columns of a tile that shares one scale in FP8 checkpoints."""
 
+_PAGE = 4096
+
 NAN_SCALE = 255
 """The MXFP4 scale byte that is NaN."""
 
@@ -29,6 +31,14 @@ def empty(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
     raw = np.empty(size + ALIGNMENT, np.uint8)
     offset = -raw.ctypes.data % ALIGNMENT
     return raw[offset : offset + size].view(dtype).reshape(shape)
+
+
+def touch(array: np.ndarray) -> None:
+    """Makes the system provide the memory of a new C-contiguous array, in this thread.
+
+    Clearing pages costs more than reading files does. TensorStore would leave it to the few threads that copy.
+    """
+    bytes_of(array)[::_PAGE] = 0
 
 
 def bytes_of(array: np.ndarray) -> np.ndarray:

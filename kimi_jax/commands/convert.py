@@ -11,16 +11,16 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
-    parser.add_argument("source", help="directory to read, or owner/name on the Hugging Face hub")
+    parser.add_argument("source", help="directory to read, kimi-tiny, or owner/name on the Hugging Face hub")
     parser.add_argument("destination", help="new or empty directory, or one that an interrupted run has left")
     parser.add_argument("--to", choices=("orbax", "hf"), default="orbax", help="format to write (default: orbax)")
     parser.add_argument("--verify", action="store_true", help="read the result again and compare its checksums")
     parser.add_argument(
         "--array-mib",
         type=int,
-        default=256,
+        default=128,
         metavar="N",
-        help="largest array in MiB; memory needed is about 1 GiB plus five times this (default: 256)",
+        help="largest array in MiB; memory needed is about 1 GiB plus five times this (default: 128)",
     )
     parser.add_argument("--quiet", action="store_true", help="print errors only")
 

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,9 @@ from kimi_jax.config import KimiConfig
 from kimi_jax.model import Decoder
 from tests.kimi_jax.checkpoint.sources import INDEX, k3_config, random_checkpoint
 
+# Of the processor, so that other work on the machine doesn't count; of the clock, for one that waits for ever.
 SECONDS_PER_CASE = 10
+MOST_WAIT = 300
 MOST_MEMORY = 300 * 2**20
 
 HOSTILE: list[Any] = [
@@ -154,11 +157,14 @@ class Fuzzer:
 
     def run(self, seconds: float) -> None:
         """Mutates for so long; an exception other than CheckpointError passes through."""
+        signal.signal(signal.SIGPROF, _too_long)
+        signal.signal(signal.SIGALRM, _too_long)
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             name, target = self.chance.choice(self.targets)
             state = self.chance.getstate()
-            signal.alarm(SECONDS_PER_CASE)
+            signal.setitimer(signal.ITIMER_PROF, SECONDS_PER_CASE)
+            signal.alarm(MOST_WAIT)
             try:
                 target()
                 self.results[f"{name} read"] += 1
@@ -170,6 +176,7 @@ class Fuzzer:
                 print(f"failed: {name} from random state {hash(state)}", file=sys.stderr)
                 raise
             finally:
+                signal.setitimer(signal.ITIMER_PROF, 0)
                 signal.alarm(0)
 
     def header(self) -> None:
@@ -180,7 +187,7 @@ class Fuzzer:
                 opened.shape(name),
                 opened.dtype(name),
                 file.stat().st_size,
-                lambda b, o, n=name: opened.read_box(n, b, o),
+                partial(opened.read_box, name),
             )
             opened.tensor(name)
 
@@ -251,6 +258,10 @@ def read_whole(shape: tuple[int, ...], dtype: np.dtype, most: int, read: Callabl
     size = int(np.prod(shape, dtype=object)) * dtype.itemsize
     assert size <= most, f"a tensor of {size} bytes in a file of {most}"
     read(Box.whole(shape), np.empty(shape, dtype))
+
+
+def _too_long(number: int, frame: object) -> None:
+    raise TimeoutError(f"one case took more than {SECONDS_PER_CASE} s of processor time or {MOST_WAIT} s")
 
 
 def main(seconds: float, seed: int) -> Counter[str]:

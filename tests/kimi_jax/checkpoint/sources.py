@@ -19,6 +19,11 @@ CONFIGS = ROOT / "configs"
 GOLDEN = ROOT / "tests" / "golden"
 FAMILIES = ("kimi-linear-tiny", "kimi-k3-tiny", "kimi-k3-tiny-mxfp4", "kimi-k31-tiny", "kimi-k31-d128")
 INDEX = "model.safetensors.index.json"
+CHECKED = """
+from jaxtyping import install_import_hook
+install_import_hook(["kimi_jax", "pallas_kernels"], "beartype.beartype")
+"""
+"""First lines of a script in a process of its own that checks types as this one does."""
 
 
 def k3_config(**changes: Any) -> dict[str, Any]:

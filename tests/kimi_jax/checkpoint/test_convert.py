@@ -25,6 +25,7 @@ from kimi_jax.checkpoint.opened import is_random, open_checkpoint
 from kimi_jax.checkpoint.verify import verify
 from kimi_jax.config import KimiConfig
 from kimi_jax.model import Decoder
+from tests import golden_data
 from tests.kimi_jax.checkpoint import sources
 from tests.kimi_jax.checkpoint.sources import GOLDEN, INDEX, k3_config, plain_checkpoint, random_checkpoint, tensors_of
 
@@ -63,56 +64,34 @@ def refuse(source: Path, destination: Path, **options: Any) -> str:
 # Exactness.
 
 
-ROUND_TRIP = """
-import sys
-from pathlib import Path
-import jax, numpy as np
-from kimi_jax.checkpoint.convert import convert
-from kimi_jax.checkpoint.load import load_params
-from kimi_jax.checkpoint.opened import open_checkpoint
-from kimi_jax.config import KimiConfig
-from kimi_jax.model import Decoder
-target = Path(sys.argv[1])
-for source in map(Path, sys.argv[2:]):
-    orbax, back = target / source.name, target / f"{source.name}-back"
+@pytest.mark.parametrize("family", golden_data.FAMILIES)
+def test_every_family_survives_both_directions(tmp_path: Path, family: str) -> None:
+    """Tensors and files byte for byte, parameters bit for bit, and the logits that one compiled function makes of them."""
+    source, orbax, back = golden_data.ROOT / family, tmp_path / "orbax", tmp_path / "back"
     # Small arrays, so that experts and matrices are cut.
     convert(source, orbax, array_bytes=2**19, verify=True, progress=False)
     convert(orbax, back, to="hf", verify=True, progress=False)
+    assert same(tensors_of(source), tensors_of(back))
+    # The layout into files is kept too, and safetensors' own order within them.
+    for file in source.glob("*.safetensors"):
+        assert (back / file.name).read_bytes() == file.read_bytes()
+
     decoder = Decoder(KimiConfig.from_directory(source))
     for dtype in ("bfloat16", "float32"):
-        first, *others = [
-            jax.tree.leaves(load_params(open_checkpoint(path), decoder, dtype)) for path in (source, orbax, back)
-        ]
-        for other in others:
-            for a, b in zip(first, other, strict=True):
-                assert a.dtype == b.dtype and np.asarray(a).tobytes() == np.asarray(b).tobytes()
-    print(source.name)
-"""
-
-
-def test_every_family_survives_both_directions_and_loads_the_same(tmp_path: Path) -> None:
-    """Equal parameters give equal logits: the same compiled function gets the same bits."""
-    families = [GOLDEN / family for family in sources.FAMILIES]
-    printed = sources.run_script(ROUND_TRIP, tmp_path, *families)
-    assert printed.split() == list(sources.FAMILIES)
-    for family in families:
-        assert same(tensors_of(family), tensors_of(tmp_path / f"{family.name}-back"))
-        # The layout into files is kept too, and safetensors' own order within them.
-        for file in family.glob("*.safetensors"):
-            assert (tmp_path / f"{family.name}-back" / file.name).read_bytes() == file.read_bytes()
-
-
-def test_logits_after_conversion_are_those_before(tmp_path: Path, source: Path) -> None:
-    convert(source, tmp_path / "orbax", progress=False)
-    decoder = Decoder(KimiConfig.from_directory(source))
-    logits = jax.jit(decoder.logits)
-    ids = np.arange(24, dtype=np.int32).reshape(2, 12)
-    before, after = (
-        np.asarray(logits(load_params(open_checkpoint(path), decoder, "float32"), ids))
-        for path in (source, tmp_path / "orbax")
-    )
-    assert before.tobytes() == after.tobytes()
-    assert np.isfinite(before).all()
+        before, after = (load_params(open_checkpoint(path), decoder, dtype) for path in (source, orbax))
+        for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+            assert a.dtype == b.dtype
+            assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    ids = golden_data.expected(family)["input_ids"]
+    # Quick to compile; how fast and how exact it is doesn't matter here.
+    options: dict[str, str | bool] = {
+        "xla_backend_optimization_level": "0",
+        "xla_llvm_disable_expensive_passes": True,
+    }
+    logits = jax.jit(decoder.logits).lower(before, ids).compile(compiler_options=options)
+    found = np.asarray(logits(before, ids))
+    assert np.isfinite(found).all()
+    assert np.asarray(logits(after, ids)).tobytes() == found.tobytes()
 
 
 def test_arrays_have_the_models_layout_and_the_stored_types(tmp_path: Path, source: Path) -> None:
@@ -491,6 +470,10 @@ def test_all_wrong_values_are_listed_together_and_good_pieces_kept(
     assert not marker.complete
     done = len(list((tmp_path / "orbax" / "pieces").iterdir()))
     assert 0 < done < marker.pieces
+    # Without conversion the loader finds the same, and names the same.
+    with pytest.raises(CheckpointError) as caught:
+        load_params(open_checkpoint(source), Decoder(KimiConfig.from_directory(source)), "float32")
+    assert sorted(str(caught.value).splitlines()[1:]) == sorted(message.splitlines()[1:])
 
 
 @pytest.mark.parametrize("tail", [1.0, -0.0, np.nan])

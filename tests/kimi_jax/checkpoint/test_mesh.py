@@ -11,6 +11,7 @@ import pytest
 
 from kimi_jax.checkpoint.convert import convert
 from tests.kimi_jax.checkpoint.sources import (
+    CHECKED,
     environment,
     k3_config,
     linear_config,
@@ -38,11 +39,12 @@ alone = load_params(open_checkpoint(source), decoder, "bfloat16")
 whole, heads = jax.tree.leaves(alone), np.asarray(alone["kda"]["A_log"])
 meshes = [((2,), ("tensor",)), ((4,), ("tensor",)), ((8,), ("tensor",)), ((2, 4), ("data", "tensor")),
           ((4, 2), ("expert", "tensor")), ((2, 2, 2), ("fsdp", "expert", "tensor")), ((8,), ("data",))]
-for shape, axes in meshes:
+for number, (shape, axes) in enumerate(meshes):
     mesh = jax.make_mesh(shape, axes, devices=jax.devices()[: int(np.prod(shape))])
     for path in (source, orbax):
-        # One byte in flight: every part waits for the one before it.
-        params = load_params(open_checkpoint(path), decoder, "bfloat16", mesh=mesh, bytes_in_flight=1)
+        # One byte in flight: every part waits for the one before it. Otherwise devices' parts are read together.
+        bound = 1 if (number + (path == orbax)) % 2 else 2**30
+        params = load_params(open_checkpoint(path), decoder, "bfloat16", mesh=mesh, bytes_in_flight=bound)
         leaves = jax.tree.leaves(params)
         for a, b in zip(whole, leaves, strict=True):
             assert a.dtype == b.dtype and np.asarray(a).tobytes() == np.asarray(b).tobytes()
@@ -69,7 +71,7 @@ def test_any_mesh_gets_the_same_values_as_one_device(tmp_path: Path) -> None:
     config = k3_config(moe_intermediate_size=256, num_attention_heads=8, num_key_value_heads=8)
     config["text_config"]["linear_attn_config"] |= {"num_heads": 8}
     source = random_checkpoint(tmp_path / "source", config)
-    lines = run_script(ONE_PROCESS, source, tmp_path / "orbax", XLA_FLAGS=DEVICES.format(8)).splitlines()
+    lines = run_script(CHECKED + ONE_PROCESS, source, tmp_path / "orbax", XLA_FLAGS=DEVICES.format(8)).splitlines()
     assert len(lines) == 9
     assert lines[-2].startswith("vocab_size doesn't allow tensor=3: embed has 256 along its axis 'vocab'")
     assert lines[-1] == "None rows"
@@ -174,8 +176,10 @@ def test_two_processes_each_read_about_half_and_compute_the_same(tmp_path: Path,
     together = launch(2, 2, tmp_path / "together", *checkpoints)
     total = sum(file.stat().st_size for file in checkpoints[2].glob("*.safetensors"))
     for read in (read for printed in together for read in bytes_read(printed)):
-        assert 0.5 < read / total < 0.6
-    assert bytes_read(alone[0])[0] > 0.99 * total
+        assert 0.5 < read / total < 0.52
+    # No byte is read twice for two devices of one process, although chunks hold some of what each needs.
+    for read in bytes_read(alone[0]):
+        assert 0.99 < read / total < 1.02
     # Only the second process holds the last experts, and both must stop.
     refusals = [line for printed in together for line in printed.splitlines() if line.startswith("refused: ")]
     assert refusals[0] == "refused: The checkpoint can't be loaded; process 1 says what is wrong with it."
