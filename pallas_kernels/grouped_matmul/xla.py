@@ -6,7 +6,7 @@ neighbour are masked. The largest temporaries are one expert's weights and one t
 The trip count is the number of tiles in use, known only at run time. On CPU and TPU such a loop costs nothing extra.
 On GPU the host reads the loop's condition before every trip. A fixed count would avoid that and pay instead for up to G
 tiles that nobody uses, each of them the bytes of an expert: on an H200 that took a quarter off at experts of 5 MB and
-added a tenth at experts of 22 MB, so one form serves all.
+added a tenth at experts of 22 MB, so one form serves all experts but small ones: see `at_once`.
 """
 
 from collections.abc import Callable
@@ -19,6 +19,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.grouped_matmul import at_once
+from pallas_kernels.grouped_matmul.tiles import cut
 from pallas_kernels.manual_axes import align
 from pallas_kernels.mxfp4 import Mxfp4
 from pallas_kernels.precision import at_least_float32, einsum
@@ -95,7 +97,11 @@ def _product(
         empty = buffer.zeros((rows.shape[0], width))
         return buffer.unpack(_for_each_tile(step, empty, (rows, weights), group_sizes, rows.shape[0], tile))
 
-    return _with_buffer(run, out_dtype, rows, weights, group_sizes, group_offset)
+    def together(rows: Array, weights: Array, group_sizes: Array, group_offset: Array) -> Array:
+        return at_once.product(spec, rows, weights, group_sizes, group_offset, out_dtype, tile)
+
+    small = at_once.suits(weights, rows.shape[0], group_sizes.shape[0], tile)
+    return _by_platform(run, together if small else None, out_dtype, rows, weights, group_sizes, group_offset)
 
 
 @partial(jax.jit, static_argnums=5)
@@ -123,7 +129,11 @@ def _weight_gradient(
         _, gradient = _for_each_tile(step, carry, (rows, d_result), group_sizes, rows.shape[0], tile)
         return buffer.unpack(gradient)
 
-    return _with_buffer(run, weights.dtype, rows, d_result, group_sizes, group_offset)
+    def together(rows: Array, d_result: Array, group_sizes: Array, group_offset: Array) -> Array:
+        return at_once.weight_gradient(rows, d_result, weights, group_sizes, group_offset, tile)
+
+    small = at_once.suits(weights, rows.shape[0], group_sizes.shape[0], tile)
+    return _by_platform(run, together if small else None, weights.dtype, rows, d_result, group_sizes, group_offset)
 
 
 def _index(stack: Array, index: Int[Array, ""]) -> Array:
@@ -164,12 +174,18 @@ class _Buffer:
         return jax.lax.bitcast_convert_type(array, self.dtype) if self.as_bits else array
 
 
-def _with_buffer(run: Callable[..., Array], dtype: DTypeLike, *operands: Any) -> Array:
-    """run(buffer, *operands) with the kind of buffer that suits the platform compiled for."""
-    plain = partial(run, _Buffer(dtype, as_bits=False))
-    if dtype != jnp.bfloat16:
-        return plain(*operands)
-    return jax.lax.platform_dependent(*operands, cpu=partial(run, _Buffer(dtype, as_bits=True)), default=plain)
+def _by_platform(
+    run: Callable[..., Array], together: Callable[..., Array] | None, dtype: DTypeLike, *operands: Any
+) -> Array:
+    """run(buffer, *operands) with the kind of buffer that suits the platform compiled for, or `together` on a GPU."""
+    forms: dict[str, Callable[..., Array]] = {"default": partial(run, _Buffer(dtype, as_bits=False))}
+    if dtype == jnp.bfloat16:
+        forms["cpu"] = partial(run, _Buffer(dtype, as_bits=True))
+    if together is not None:
+        forms["cuda"] = together
+    if len(forms) == 1:
+        return forms["default"](*operands)
+    return jax.lax.platform_dependent(*operands, default=forms.pop("default"), **forms)
 
 
 class _Tile(NamedTuple):
@@ -194,25 +210,17 @@ def _for_each_tile(
     tile: int,
 ) -> Carry:
     """Folds `step(carry, tile, operands)` over the tiles of all groups, in the order of their rows."""
-    sizes = group_sizes.astype(jnp.int32)
-    ends = jnp.cumsum(sizes)
-    tiles = jax.lax.div(sizes + (tile - 1), jnp.int32(tile))
-    tile_ends = jnp.cumsum(tiles)
-    most = min(num_rows, num_rows // tile + min(sizes.shape[0], num_rows))
-    groups = jnp.repeat(jnp.arange(sizes.shape[0], dtype=jnp.int32), tiles, total_repeat_length=most)
-    within = jnp.arange(most, dtype=jnp.int32) - (tile_ends - tiles)[groups]
-    firsts = (ends - sizes)[groups] + within * tile
-    lasts = jnp.minimum(firsts + tile, ends[groups])
+    tiles = cut(group_sizes, num_rows, tile)
 
     def trip(index: Array, carry: Carry) -> Carry:
         # Tying the operands to the trip keeps XLA from hoisting work on whole operands out of the loop. XLA:CPU of
         # jaxlib 0.10 slices bfloat16 by way of float32: without this it holds a float32 copy of all experts.
         tied, index = jax.lax.optimization_barrier((operands, index))
         # A tile that would run past the rows reads from further back; `mine` drops what it shouldn't touch.
-        start = jnp.minimum(firsts[index], num_rows - tile)
+        start = jnp.minimum(tiles.first[index], num_rows - tile)
         row = start + jnp.arange(tile, dtype=jnp.int32)
-        mine = (row >= firsts[index]) & (row < lasts[index])
-        return step(carry, _Tile(groups[index], within[index] == 0, start, mine[:, None]), tied)
+        mine = (row >= tiles.first[index]) & (row < tiles.last[index])
+        return step(carry, _Tile(tiles.group[index], tiles.number[index] == 0, start, mine[:, None]), tied)
 
     carry, _ = align(carry, operands)
-    return jax.lax.fori_loop(0, tile_ends[-1], trip, carry)
+    return jax.lax.fori_loop(0, tiles.used, trip, carry)

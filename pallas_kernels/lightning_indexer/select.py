@@ -75,7 +75,7 @@ def select(scores: Float[Array, "B T S"], top_k: int) -> Selection:
     if num_keys <= top_k:
         return Selection(scores, jnp.full(scores.shape[:-1], -jnp.inf, scores.dtype), no_cutoff)
 
-    threshold = _kth_largest(scores, top_k)
+    threshold = kth_largest(scores, top_k, 1 if jax.default_backend() == "cpu" else 4)
     above = _count(scores > threshold[..., None])
     wanted = top_k - above
     tied = (threshold > -jnp.inf) & (_count(scores == threshold[..., None]) > wanted)
@@ -132,28 +132,29 @@ def selected_indices(selection: Selection, top_k: int) -> Int[Array, "B T C"]:
     return jnp.pad(indices, ((0, 0), (0, 0), (0, top_k - width)), constant_values=-1)
 
 
-def _kth_largest(scores: jax.Array, k: int) -> jax.Array:
-    """Bisects the bit patterns in the order of their numbers, one bit a step; -inf when fewer than k are above it."""
-    bits = jnp.finfo(scores.dtype).bits
-    unsigned = jnp.dtype(f"uint{bits}")
-    sign = jnp.array(1, unsigned) << (bits - 1)
+def kth_largest(scores: Float[Array, "B T S"], k: int, digit_bits: int) -> Float[Array, "B T"]:
+    """The k-th largest number of each row, -inf where fewer than k are above it; no NaN in `scores`.
 
-    def rank(value: float) -> jax.Array:
-        pattern = jax.lax.bitcast_convert_type(jnp.array(value, scores.dtype), unsigned)
-        return jnp.where(pattern & sign, ~pattern, pattern | sign)
+    Numbers are ordered like the unsigned integers that their bits become, and those of the answer are found from the
+    highest down, `digit_bits` (a divisor of the width) in a pass that counts once for each digit but 0. A GPU reads the
+    scores from its memory in each pass and counts for nothing; a CPU has them in its cache and pays for counting.
+    """
+    width = jnp.finfo(scores.dtype).bits
+    unsigned = jnp.dtype(f"uint{width}")
+    sign = jnp.array(1, unsigned) << (width - 1)
+    digits = [jnp.array(digit, unsigned) for digit in range(1, 2**digit_bits)]
 
-    def unrank(order: jax.Array) -> jax.Array:
-        return jax.lax.bitcast_convert_type(jnp.where(order & sign, order ^ sign, ~order), scores.dtype)
+    def order() -> jax.Array:
+        bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0, 0, scores), unsigned)  # one zero, not two
+        return jnp.where(bits & sign, ~bits, bits | sign)
 
-    def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = bounds
-        middle = low + (high - low + 1) // 2
-        enough = _count(scores >= unrank(middle)[..., None]) >= k
-        return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
+    def find_digit(step: jax.Array, found: jax.Array) -> jax.Array:
+        shift = (width - digit_bits * (step + 1)).astype(unsigned)
+        above = [_count(order() >= (found | (digit << shift))[..., None]) >= k for digit in digits]
+        return found | (_count(jnp.stack(above, axis=-1)).astype(unsigned) << shift)
 
-    rows = scores.shape[:-1]
-    bounds = jnp.broadcast_to(rank(-jnp.inf), rows), jnp.broadcast_to(rank(jnp.inf), rows)
-    return unrank(jax.lax.fori_loop(0, bits, halve, bounds)[0])
+    found = jax.lax.fori_loop(0, width // digit_bits, find_digit, jnp.zeros(scores.shape[:-1], unsigned))
+    return jax.lax.bitcast_convert_type(jnp.where(found & sign, found ^ sign, ~found), scores.dtype)
 
 
 def _count(mask: jax.Array) -> jax.Array:

@@ -11,15 +11,17 @@ from pallas_kernels.lightning_indexer.select import score_keys, select_block, se
 from pallas_kernels.lightning_indexer.visibility import Visibility
 from pallas_kernels.precision import at_least_float32
 
-SCORE_TILE = 512
-# Queries scored together: enough rows for full matrix throughput once multiplied by the indexer's heads.
-SCORE_ROWS = 64
+
+def score_rows() -> int:
+    """Queries scored together: enough for full throughput once multiplied by the indexer's heads."""
+    return 64 if jax.default_backend() == "cpu" else 512
 
 
 def score_tile(k: Float[Array, "B S K"], budget_bytes: int) -> int:
-    """Keys scored together: `SCORE_TILE`, or fewer where two copies of the tile would fill a quarter of the budget."""
+    """Keys scored together; fewer where two copies of the tile would fill a quarter of the budget."""
     batch, num_keys, width = k.shape
-    return max(1, min(SCORE_TILE, num_keys, budget_bytes // (8 * batch * width * at_least_float32(k).itemsize)))
+    wanted = 512 if jax.default_backend() == "cpu" else 4096
+    return max(1, min(wanted, num_keys, budget_bytes // (8 * batch * width * at_least_float32(k).itemsize)))
 
 
 def scoring_bytes(q: Float[Array, "B T H K"], k: Float[Array, "B S K"], tile: int) -> int:
@@ -80,6 +82,6 @@ def _over_queries(
     budget_bytes: int,
 ) -> jax.Array:
     fits = budget_bytes // (q.shape[0] * scoring_bytes(q, k, score_tile(k, budget_bytes)))
-    blocks = plan(1, q.shape[1], fits=fits, wanted=SCORE_ROWS)
+    blocks = plan(1, q.shape[1], fits=fits, wanted=score_rows())
     q, k, w = jax.lax.stop_gradient((q, k, w))
     return in_blocks(block, blocks, (q, w, q_positions, segment_ids), k, ((), segment_ids))

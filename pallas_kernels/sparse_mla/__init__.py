@@ -16,11 +16,14 @@ from pallas_kernels.lightning_indexer.validate import (
     check_shape,
     check_visibility,
 )
-from pallas_kernels.sparse_mla import dense, reference, xla
+from pallas_kernels.sparse_mla import dense, kl, reference, xla
 
-__all__ = ["DEFAULT_BUDGET_BYTES", "dense_mla", "dsa_mla", "sparse_mla"]
+__all__ = ["default_budget_bytes", "dense_mla", "dsa_mla", "indexer_kl", "sparse_mla"]
 
-DEFAULT_BUDGET_BYTES = 256 * 2**20
+
+def default_budget_bytes() -> int:
+    """Working memory of an operation that isn't told a bound: 256 MiB on a CPU, 2 GiB on an accelerator."""
+    return 2**28 if jax.default_backend() == "cpu" else 2**31
 
 
 def sparse_mla(
@@ -30,7 +33,7 @@ def sparse_mla(
     *,
     latent_width: int,
     scale: float,
-    budget_bytes: int = DEFAULT_BUDGET_BYTES,
+    budget_bytes: int | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T H {latent_width}"], Float[Array, "B T H"]]:
     """Attention of each query over the keys that it names, in the absorbed form.
@@ -44,7 +47,7 @@ def sparse_mla(
         indices: positions into S, any order; negative and too large ones are skipped, repeated ones count twice.
         latent_width: L, the leading channels of the latent that are the value.
         scale: multiplies the scores, (N + R) ** -0.5 in the Kimi models.
-        budget_bytes: bound on working memory.
+        budget_bytes: bound on working memory; None: `default_budget_bytes()`.
         implementation: "xla", "reference", or None for the best one.
 
     Returns:
@@ -59,6 +62,7 @@ def sparse_mla(
     Source: DeepSeek-V3.2 technical report; FlashMLA's sparse prefill contract, except for -inf where it has +inf.
     """
     operation = "sparse_mla"
+    budget_bytes = default_budget_bytes() if budget_bytes is None else budget_bytes
     check_shape(operation, "q", q, "[B, T, H, L + R]", (None, None, None, None))
     check_shape(operation, "latent", latent, "[B, S, L + R]", (q.shape[0], None, q.shape[3]))
     check_shape(operation, "indices", indices, "[B, T, top_k]", (*q.shape[:2], None))
@@ -88,7 +92,7 @@ def dsa_mla(
     segment_ids: Int[Array, "B T"] | None = None,
     scale: float,
     form: Literal["gather", "mask"] | None = None,
-    budget_bytes: int = DEFAULT_BUDGET_BYTES,
+    budget_bytes: int | None = None,
     return_indices: bool = False,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T H V"] | tuple[Float[Array, "B T H V"], Int[Array, "B T {top_k}"]]:
@@ -113,8 +117,8 @@ def dsa_mla(
         scale: multiplies the scores, (N + R) ** -0.5 in the Kimi models.
         form: "gather" attends copies of the selected rows, "mask" attends all keys and drops those not selected, which
             is faster for few heads while S is a few times top_k; None chooses. Both attend the same keys.
-        budget_bytes: bound on working memory beyond arguments and results. The smallest block is one query of every
-            batch row.
+        budget_bytes: bound on working memory beyond arguments and results; None: `default_budget_bytes()`. The
+            smallest block is one query of every batch row.
         return_indices: also return the selection.
         implementation: "xla", "reference", or None for the best one.
 
@@ -129,6 +133,7 @@ def dsa_mla(
     Source: DeepSeek-V3.2 technical report, section 2.1.
     """
     operation = "dsa_mla"
+    budget_bytes = default_budget_bytes() if budget_bytes is None else budget_bytes
     check_indexer(operation, index_q, index_k, index_w, ("index_q", "index_k", "index_w"))
     _check_mla(operation, q, latent, w_uk, w_uv, q_positions, segment_ids, scale)
     check_shape(operation, "q", q, "[B, T, H, N + R]", (*index_q.shape[:2], *q.shape[2:]))
@@ -181,7 +186,7 @@ def dense_mla(
     segment_ids: Int[Array, "B T"] | None = None,
     scale: float,
     form: Literal["naive", "absorbed"] | None = None,
-    budget_bytes: int = DEFAULT_BUDGET_BYTES,
+    budget_bytes: int | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B T H V"]:
     """Causal multi-head latent attention over every visible key.
@@ -200,8 +205,8 @@ def dense_mla(
         form: "naive" expands keys and values, group of heads by group of heads, and wins for many queries; "absorbed"
             moves w_uk to the queries and w_uv to the output, and wins for few. None chooses by the number of
             multiplications.
-        budget_bytes: bound on working memory beyond arguments and results. The smallest block is one query of every
-            batch row.
+        budget_bytes: bound on working memory beyond arguments and results; None: `default_budget_bytes()`. The
+            smallest block is one query of every batch row.
         implementation: "xla", "reference", or None for the best one.
 
     Returns:
@@ -213,6 +218,7 @@ def dense_mla(
         UnsupportedImplementationError: the named implementation can't run.
     """
     operation = "dense_mla"
+    budget_bytes = default_budget_bytes() if budget_bytes is None else budget_bytes
     _check_mla(operation, q, latent, w_uk, w_uv, q_positions, segment_ids, scale)
     check_at_least(operation, 1, budget_bytes=budget_bytes)
     _check_form(operation, form, ("naive", "absorbed"))
@@ -232,6 +238,75 @@ def dense_mla(
     )
 
 
+def indexer_kl(
+    index_q: Float[Array, "B T HI KI"],
+    index_k: Float[Array, "B S KI"],
+    index_w: Float[Array, "B T HI"],
+    q: Float[Array, "B T H NR"],
+    latent: Float[Array, "B S LR"],
+    w_uk: Float[Array, "H N L"],
+    *,
+    top_k: int | None,
+    q_positions: Int[Array, "B T"],
+    segment_ids: Int[Array, "B T"] | None = None,
+    scale: float,
+    budget_bytes: int | None = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, "B T"]:
+    """How far the indexer is from the attention it selects for: KL(p || softmax(I)), in nats.
+
+    p_s is the mean over heads of softmax_s(scale q_h . key_hs), I the index scores (see `lightning_indexer`); both
+    softmaxes run over all visible keys, or with `top_k` over those that the indexer selects. Gradients reach index_q,
+    index_k and index_w; p is a constant, and so is the selection.
+
+    Args:
+        index_q: index queries.
+        index_k: index keys.
+        index_w: index head weights.
+        q: queries of the attention, [nope | rope slot], not absorbed.
+        latent: keys of the attention, [normed latent | shared rope slot].
+        w_uk: key projection of each head.
+        top_k: number of keys that the indexer selects, or None for all visible ones.
+        q_positions: each query's own position among the keys; -1 marks a padding row.
+        segment_ids: ids of packed sequences, -1 for padding; then T must equal S.
+        scale: multiplies the attention's scores.
+        budget_bytes: bound on working memory beyond arguments and results; None: `default_budget_bytes()`. The
+            smallest block is one query of every batch row.
+        implementation: "xla", "reference", or None for the best one.
+
+    Returns:
+        Nats of each query, float32 or better; 0 for one that sees no key.
+
+    Raises:
+        ValueError: shapes disagree, or a number is out of range.
+        TypeError: a dtype is wrong.
+        UnsupportedImplementationError: the named implementation can't run.
+
+    Source: DeepSeek-V3.2 technical report, section 2.1: the dense warm-up's loss, and the sparse stage's with `top_k`.
+    """
+    operation = "indexer_kl"
+    budget_bytes = default_budget_bytes() if budget_bytes is None else budget_bytes
+    check_indexer(operation, index_q, index_k, index_w, ("index_q", "index_k", "index_w"))
+    _check_keys(operation, q, latent, w_uk, q_positions, segment_ids, scale)
+    check_shape(operation, "q", q, "[B, T, H, N + R]", (*index_q.shape[:2], *q.shape[2:]))
+    check_shape(operation, "latent", latent, "[B, S, L + R]", (*index_k.shape[:2], latent.shape[2]))
+    check_at_least(operation, 1, budget_bytes=budget_bytes, **({} if top_k is None else {"top_k": top_k}))
+    arguments = index_q, index_k, index_w, q, latent, w_uk
+    q_positions = q_positions.astype(jnp.int32)
+    if _choose(operation, implementation) == "reference":
+        return reference.indexer_kl(
+            *arguments, top_k=top_k, q_positions=q_positions, segment_ids=segment_ids, scale=scale
+        )
+    return kl.indexer_kl(
+        *arguments,
+        top_k=top_k,
+        q_positions=q_positions,
+        segment_ids=segment_ids,
+        scale=scale,
+        budget_bytes=budget_bytes,
+    )
+
+
 def _check_mla(
     operation: str,
     q: jax.Array,
@@ -242,11 +317,24 @@ def _check_mla(
     segment_ids: jax.Array | None,
     scale: float,
 ) -> None:
+    _check_keys(operation, q, latent, w_uk, q_positions, segment_ids, scale)
+    check_shape(operation, "w_uv", w_uv, "[H, V, L]", (q.shape[2], None, w_uk.shape[2]))
+    check_floating(operation, w_uv=w_uv)
+
+
+def _check_keys(
+    operation: str,
+    q: jax.Array,
+    latent: jax.Array,
+    w_uk: jax.Array,
+    q_positions: jax.Array,
+    segment_ids: jax.Array | None,
+    scale: float,
+) -> None:
     check_shape(operation, "q", q, "[B, T, H, N + R]", (None, None, None, None))
     check_shape(operation, "latent", latent, "[B, S, L + R]", (q.shape[0], None, None))
     check_shape(operation, "w_uk", w_uk, "[H, N, L]", (q.shape[2], None, None))
-    check_shape(operation, "w_uv", w_uv, "[H, V, L]", (q.shape[2], None, w_uk.shape[2]))
-    check_floating(operation, q=q, latent=latent, w_uk=w_uk, w_uv=w_uv)
+    check_floating(operation, q=q, latent=latent, w_uk=w_uk)
     query_slot, key_slot = q.shape[3] - w_uk.shape[1], latent.shape[2] - w_uk.shape[2]
     if query_slot != key_slot or query_slot < 0:
         raise ValueError(

@@ -6,14 +6,19 @@ import jax.numpy as jnp
 from pallas_kernels.precision import einsum
 from pallas_kernels.sparse_mla.attend import Mask, Settings, attend_tiles
 
-KEY_TILE = 256
-# Query heads that share one product: enough for full matrix throughput, few enough to skip what causality hides.
-PRODUCT_ROWS = 1024
+
+def product_rows() -> int:
+    """Query heads that share one product: enough for full throughput, few enough to skip what causality hides.
+
+    A CPU wants what it works on in its caches; an accelerator is idle between short steps.
+    """
+    return 1024 if jax.default_backend() == "cpu" else 16384
 
 
 def key_tile(num_keys: int, key_bytes: int, budget_bytes: int) -> int:
-    """Keys per tile: `KEY_TILE`, or fewer where three copies of the tile would fill more than half the budget."""
-    return max(1, min(KEY_TILE, num_keys, budget_bytes // (6 * key_bytes)))
+    """Keys per tile; fewer where three copies of the tile would fill more than half the budget."""
+    wanted = 256 if jax.default_backend() == "cpu" else 2048
+    return max(1, min(wanted, num_keys, budget_bytes // (6 * key_bytes)))
 
 
 def absorb(q: jax.Array, w_uk: jax.Array) -> jax.Array:

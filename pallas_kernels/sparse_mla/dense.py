@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.lightning_indexer.blocks import Plan, in_blocks, plan
 from pallas_kernels.lightning_indexer.visibility import Visibility
 from pallas_kernels.precision import at_least_float32, einsum
-from pallas_kernels.sparse_mla.absorbed import PRODUCT_ROWS, absorb, attend_latent, expand, key_tile
+from pallas_kernels.sparse_mla.absorbed import absorb, attend_latent, expand, key_tile, product_rows
 from pallas_kernels.sparse_mla.attend import Mask, Settings, attend_tiles
 
 
@@ -51,7 +51,7 @@ def _dense_absorbed(
     item = at_least_float32(q, latent).itemsize
     tile = key_tile(latent.shape[1], batch * latent.shape[2] * item, budget_bytes)
     row = heads * (latent.shape[2] + 3 * width + 3 * tile) * item
-    blocks = plan(1, queries, fits=budget_bytes // (2 * batch * row), wanted=max(16, PRODUCT_ROWS // heads))
+    blocks = plan(1, queries, fits=budget_bytes // (2 * batch * row), wanted=max(16, product_rows() // heads))
     settings = Settings(scale, tile, width)
 
     def block(sliced: jax.Array, shared: tuple, constants: Any) -> jax.Array:
@@ -79,7 +79,7 @@ def _dense_naive(
     item = at_least_float32(q, latent).itemsize
     tile = key_tile(latent.shape[1], batch * size * (width + value_width) * item, budget_bytes // 4)
     row = size * (2 * width + 3 * value_width + 3 * tile) * item
-    blocks = plan(1, queries, fits=budget_bytes // (4 * batch * row), wanted=PRODUCT_ROWS // 4)
+    blocks = plan(1, queries, fits=budget_bytes // (4 * batch * row), wanted=product_rows() // 4)
     settings = Settings(scale, tile, value_width)
 
     def block(sliced: jax.Array, shared: tuple, constants: Any) -> jax.Array:
@@ -92,7 +92,7 @@ def _dense_naive(
     # A group takes every groups-th head: where heads are sharded, each shard then holds a part of every group. Groups
     # of one head get no axis of their own, for XLA would copy q to add it.
     split = (size, groups) if size > 1 else (groups,)
-    expanding = plan(1, latent.shape[1], fits=budget_bytes // (8 * batch * row), wanted=PRODUCT_ROWS)
+    expanding = plan(1, latent.shape[1], fits=budget_bytes // (8 * batch * row), wanted=product_rows())
 
     def expand_keys(sliced: jax.Array, shared: tuple, _: Any) -> tuple[jax.Array, jax.Array]:
         up_k, up_v = shared

@@ -64,18 +64,58 @@ def dense_mla(
     return _masked_mla(q, latent, w_uk, w_uv, visible, scale)
 
 
-def _masked_mla(
-    q: jax.Array, latent: jax.Array, w_uk: jax.Array, w_uv: jax.Array, mask: Bool[Array, "B T S"], scale: float
-) -> jax.Array:
-    """Per head: key = [w_uk c | slot], value = w_uv c, where [c | slot] is the latent."""
-    dtype = at_least_float32(q, latent, w_uk, w_uv)
+def indexer_kl(
+    index_q: Float[Array, "B T I K"],
+    index_k: Float[Array, "B S K"],
+    index_w: Float[Array, "B T I"],
+    q: Float[Array, "B T H Q"],
+    latent: Float[Array, "B S R"],
+    w_uk: Float[Array, "H N L"],
+    *,
+    top_k: int | None,
+    q_positions: Int[Array, "B T"],
+    segment_ids: Int[Array, "B S"] | None,
+    scale: float,
+) -> Float[Array, "B T"]:
+    """KL of softmax(index scores) from the mean over heads of the attention probabilities."""
+    mask = visible_keys(q_positions, jnp.arange(latent.shape[1]), segment_ids, segment_ids)
+    if top_k is not None:
+        chosen = lightning_indexer(
+            index_q, index_k, index_w, top_k=top_k, q_positions=q_positions, segment_ids=segment_ids
+        )
+        mask &= jnp.any(chosen[..., None] == jnp.arange(latent.shape[1]), axis=2)
+    attention = _attention(*jax.lax.stop_gradient((q, latent, w_uk)), mask, scale)
+    target = jnp.mean(attention, axis=2)
+    scores = jnp.where(jnp.any(mask, axis=1)[..., None], index_k, 0)
+    scores = jax.nn.relu(einsum("bthk,bsk->bths", index_q, scores))
+    scores = einsum("bth,bths->bts", index_w, scores)
+    share, _ = _softmax(scores, mask)
+    counts = mask & (target > 0)
+    terms = target * (jnp.log(jnp.where(counts, target, 1)) - jnp.log(jnp.where(counts, share, 1)))
+    return jnp.sum(jnp.where(counts, terms, 0), axis=-1)
+
+
+def _attention(
+    q: jax.Array, latent: jax.Array, w_uk: jax.Array, mask: Bool[Array, "B T S"], scale: float
+) -> Float[Array, "B T H S"]:
+    """Attention probabilities; per head: key = [w_uk c | slot], where [c | slot] is the latent."""
+    dtype = at_least_float32(q, latent, w_uk)
     latent = jnp.where(jnp.any(mask, axis=1)[..., None], latent, 0).astype(dtype)  # unwritten rows may hold NaN
     nope, slot = jnp.split(q.astype(dtype), [w_uk.shape[1]], axis=-1)
     content, shared = jnp.split(latent, [w_uk.shape[2]], axis=-1)
     keys = einsum("bsl,hnl->bshn", content, w_uk.astype(dtype))
-    values = einsum("bsl,hvl->bshv", content, w_uv.astype(dtype))
     scores = scale * (einsum("bthn,bshn->bths", nope, keys) + einsum("bthr,bsr->bths", slot, shared))
-    p, _ = _softmax(scores, mask[:, :, None, :])
+    return _softmax(scores, mask[:, :, None, :])[0]
+
+
+def _masked_mla(
+    q: jax.Array, latent: jax.Array, w_uk: jax.Array, w_uv: jax.Array, mask: Bool[Array, "B T S"], scale: float
+) -> jax.Array:
+    """Per head: value = w_uv c."""
+    dtype = at_least_float32(q, latent, w_uk, w_uv)
+    p = _attention(q, latent, w_uk, mask, scale)
+    content = jnp.where(jnp.any(mask, axis=1)[..., None], latent, 0).astype(dtype)[..., : w_uk.shape[2]]
+    values = einsum("bsl,hvl->bshv", content, w_uv.astype(dtype))
     return einsum("bths,bshv->bthv", p, values).astype(q.dtype)
 
 

@@ -12,13 +12,14 @@ from pallas_kernels.lightning_indexer.select import select_block, selected_indic
 from pallas_kernels.lightning_indexer.visibility import Visibility
 from pallas_kernels.lightning_indexer.xla import lightning_indexer, score_tile, scoring_bytes
 from pallas_kernels.precision import at_least_float32
-from pallas_kernels.sparse_mla.absorbed import KEY_TILE, PRODUCT_ROWS, absorb, attend_latent, expand, key_tile
+from pallas_kernels.sparse_mla.absorbed import absorb, attend_latent, expand, key_tile, product_rows
 from pallas_kernels.sparse_mla.attend import Mask, Settings, attend_selected
 from pallas_kernels.sparse_mla.dense import dense_mla
 
-# On CPUs dense scores with the selection as a mask beat gathering while heads * keys stay below this many times top_k,
-# once several queries share a tile of keys (measured from 8 to 96 heads and 2 to 8 keys per selected key).
-MASK_HEAD_KEYS = 64
+# Dense scores with the selection as a mask beat gathering while heads * keys stay below this many times top_k, once
+# several queries share a tile of keys (on CPUs measured from 8 to 96 heads and 2 to 8 keys per selected key). A GPU has
+# matrix products to spare, and needs longer to list a selection than to apply it.
+MASK_HEAD_KEYS = {"cpu": 64, "gpu": 1024}
 MASK_QUERIES = 8
 # Rows gathered together: more of them leave the cache before they are read.
 GATHER_BYTES = 10 * 2**20
@@ -35,7 +36,7 @@ def sparse_mla(
     budget_bytes: int,
 ) -> tuple[Float[Array, "B T H L"], Float[Array, "B T H"]]:
     """Attention over given rows of the latent cache, absorbed form."""
-    settings = Settings(scale, KEY_TILE, latent_width)
+    settings = Settings(scale, 0, latent_width)  # rows are gathered, not cut into tiles
     o, lse = _attend_indices(settings, q, latent, indices, budget_bytes)
     return o.astype(q.dtype), lse
 
@@ -85,7 +86,8 @@ def dsa_mla(
             budget_bytes=budget_bytes,
         )
     if form is None:
-        mask_wins = queries >= MASK_QUERIES and heads * num_keys <= MASK_HEAD_KEYS * top_k
+        limit = MASK_HEAD_KEYS.get(jax.default_backend(), MASK_HEAD_KEYS["cpu"])
+        mask_wins = queries >= MASK_QUERIES and heads * num_keys <= limit * top_k
         form = "mask" if mask_wins else "gather"
     item = at_least_float32(q, latent).itemsize
     tile = key_tile(num_keys, batch * latent.shape[2] * item, budget_bytes)
@@ -93,7 +95,7 @@ def dsa_mla(
     settings = Settings(scale, tile, width)
     row = heads * (latent.shape[2] + 2 * width) * item
     row += scoring_bytes(index_q, index_k, scored) + (3 * heads * tile * item if form == "mask" else 0)
-    blocks = plan(1, queries, fits=budget_bytes // (2 * batch * row), wanted=max(64, PRODUCT_ROWS // heads))
+    blocks = plan(1, queries, fits=budget_bytes // (2 * batch * row), wanted=max(64, product_rows() // heads))
 
     def block(sliced: jax.Array, shared: tuple, constants: Any) -> tuple[jax.Array, jax.Array | None]:
         (block_index_q, block_w, positions, segments), (index_keys, key_segments) = constants

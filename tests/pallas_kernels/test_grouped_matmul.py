@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from pallas_kernels.dispatch import Implementation, UnsupportedImplementationError
-from pallas_kernels.grouped_matmul import grouped_matmul, specs, xla
+from pallas_kernels.grouped_matmul import at_once, grouped_matmul, specs, xla
 from pallas_kernels.mxfp4 import Mxfp4
 from tests import oracle_moe
 
@@ -365,3 +365,33 @@ def test_what_does_not_fit_is_refused() -> None:
         grouped_matmul(rows, weights, sizes, tile_size=0)
     with pytest.raises(UnsupportedImplementationError, match="grouped_matmul has no TPU kernel yet"):
         grouped_matmul(rows, weights, sizes, implementation="tpu")
+
+
+# The form for small experts on a GPU, which runs anywhere.
+
+
+@pytest.mark.parametrize("tile", [1, 4, 16, 48])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_all_tiles_at_once_give_the_same_product_and_gradient(sizes: list[int], tile: int) -> None:
+    rows, weights, d_result = draw(M, D), draw(G + 2, F, D, seed=1), draw(M, F, seed=2)
+    used = sum(sizes)
+    rows[used:] = np.nan  # rows of no group may hold anything
+    given = [jnp.asarray(x, jnp.float32) for x in (rows, weights)]
+    counts, offset = jnp.asarray(sizes, jnp.int32), jnp.int32(1)
+    product = jax.jit(at_once.product, static_argnums=(0, 5, 6))
+    got = product("md,fd->mf", *given, counts, offset, jnp.dtype("float32"), tile)
+    close(got, oracle(np.nan_to_num(rows), weights, sizes, 1), 1e-6)
+
+    want = np.zeros_like(weights)
+    for m, group in enumerate(np.repeat(np.arange(G), sizes)):
+        want[1 + group] += np.outer(d_result[m], rows[m])
+    gradient = jax.jit(at_once.weight_gradient, static_argnums=5)
+    close(gradient(given[0], jnp.asarray(d_result, jnp.float32), given[1], counts, offset, tile), want, 1e-6)
+
+
+def test_only_small_unpacked_experts_are_copied() -> None:
+    experts = jnp.zeros((8, 128, 128), jnp.bfloat16)  # 64 KiB each in float32
+    assert at_once.suits(experts, 4000 * 256, 8, 256)
+    assert not at_once.suits(experts, 4100 * 256, 8, 256)
+    packed = Mxfp4(jnp.zeros((8, 64, 32), jnp.uint8), jnp.zeros((8, 64, 2), jnp.uint8))
+    assert not at_once.suits(packed, 64, 8, 8)

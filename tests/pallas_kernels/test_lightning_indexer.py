@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels.dispatch import UnsupportedImplementationError
 from pallas_kernels.lightning_indexer import DEFAULT_BUDGET_BYTES, index_scores, lightning_indexer
-from pallas_kernels.lightning_indexer.select import select, selected_indices
+from pallas_kernels.lightning_indexer.select import kth_largest, select, selected_indices
 from pallas_kernels.lightning_indexer.specs import LONG, SPECS, TINY, IndexerSpec
 from pallas_kernels.lightning_indexer.validate import check_at_least, check_indexer, check_visibility
 from tests import oracle_dsa as oracle
@@ -229,3 +229,18 @@ def test_arguments_are_checked_with_sentences() -> None:
         check_at_least("op", 1, top_k=True)
     with pytest.raises((ValueError, jaxtyping.TypeCheckError)):
         lightning_indexer(q, k[0], w, top_k=1, q_positions=positions)
+
+
+@pytest.mark.parametrize("digit_bits", [1, 2, 4, 8])
+def test_the_kth_largest_is_what_sorting_finds(digit_bits: int) -> None:
+    rng = np.random.default_rng(0)
+    scores = rng.normal(size=(5, 300)).astype(np.float32)
+    scores[0, :250] = -np.inf
+    scores[1] = 0
+    scores[1, ::2] = -0.0
+    scores[2] = -np.abs(scores[2])
+    scores[3, :3] = np.finfo(np.float32).min
+    scores[4] = np.round(scores[4])
+    for k in (1, 2, 51, 299, 300):
+        found = kth_largest(jnp.asarray(scores[None]), k, digit_bits)[0]
+        np.testing.assert_array_equal(found, -np.sort(-scores, axis=1)[:, k - 1])

@@ -12,14 +12,14 @@ import pytest
 
 from pallas_kernels.dispatch import UnsupportedImplementationError
 from pallas_kernels.lightning_indexer.validate import check_scale
-from pallas_kernels.sparse_mla import DEFAULT_BUDGET_BYTES, dense_mla, dsa_mla, sparse_mla
+from pallas_kernels.sparse_mla import default_budget_bytes, dense_mla, dsa_mla, sparse_mla
 from pallas_kernels.sparse_mla.specs import DENSE, LONG, SPECS, TINY, MlaSpec
 from tests import oracle_dsa as oracle
 
 INDEX = ("index_q", "index_k", "index_w")
 MAIN = ("q", "latent", "w_uk", "w_uv")
 # Everything at once; several blocks of queries, tiles of keys and groups of heads; one query and one key at a time.
-BUDGETS = (DEFAULT_BUDGET_BYTES, 30_000, 1)
+BUDGETS = (default_budget_bytes(), 30_000, 1)
 
 
 def make(spec: MlaSpec, dtype: Any = np.float64, *, seed: int = 0) -> dict[str, np.ndarray]:
@@ -414,13 +414,13 @@ def test_working_memory_at_64k_stays_within_the_budget(form: Any, dtype: str) ->
     sparse = form in ("gather", "mask")
     fn = partial(dsa_mla, top_k=2048, form=form) if sparse else partial(dense_mla, form=form)
     used = temporaries(partial(fn, scale=LONG.scale), arguments_of(LONG, dtype, sparse))
-    assert used <= DEFAULT_BUDGET_BYTES
+    assert used <= default_budget_bytes()
 
 
 def test_working_memory_of_a_batch_stays_within_the_budget() -> None:
     spec = MlaSpec("", 128, 2, 32768, 12)
     for fn, sparse in ((partial(dsa_mla, top_k=2048), True), (dense_mla, False)):
-        assert temporaries(partial(fn, scale=0.1), arguments_of(spec, "float32", sparse)) <= DEFAULT_BUDGET_BYTES
+        assert temporaries(partial(fn, scale=0.1), arguments_of(spec, "float32", sparse)) <= default_budget_bytes()
 
 
 def test_reverse_mode_memory_doesn_t_grow_with_queries_times_keys() -> None:
@@ -436,7 +436,7 @@ def test_reverse_mode_memory_doesn_t_grow_with_queries_times_keys() -> None:
         lambda **kwargs: jax.grad(lambda x: loss(**{**kwargs, **x}))({n: kwargs[n] for n in MAIN}), arguments
     )
     sizes = {name: np.prod(arguments[name].shape) for name in MAIN}
-    assert used <= DEFAULT_BUDGET_BYTES + 3 * 4 * sum(sizes.values())
+    assert used <= default_budget_bytes() + 3 * 4 * sum(sizes.values())
 
 
 @pytest.mark.parametrize("spec", [x for x in SPECS if x.heads not in (48, 24)], ids=lambda spec: spec.name)
