@@ -139,11 +139,11 @@ def _first(x: Any) -> Any:
     return first.item() if isinstance(first, np.generic) else first
 
 
-def by_layer(segments: Sequence[Segment], outputs: list[list[Tree]], keep: Callable[[LayerKind], bool]) -> Tree:
-    """Outputs of `walk` for the layers whose kind passes `keep`, stacked in layer order along a new first axis."""
+def by_layer(outputs: list[list[Tree]]) -> Tree:
+    """Outputs of `walk`, stacked in layer order along a new first axis; runs whose output is None are left out."""
     pieces = []
-    for segment, output in zip(segments, outputs, strict=True):
-        kept = [value for run, value in zip(segment.runs, output, strict=True) if keep(run.kind)]
+    for segment in outputs:
+        kept = [value for value in segment if value is not None]
         if kept:
             unit = jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis=1), *kept)
             pieces.append(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), unit))

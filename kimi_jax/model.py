@@ -18,10 +18,10 @@ from kimi_jax.modules.mla import MultiHeadLatentAttention
 from kimi_jax.modules.mlp import MLP
 from kimi_jax.modules.moe import Experts, ExpertStack, MixtureOfExperts
 from kimi_jax.modules.norm import RMSNorm
+from kimi_jax.observe import Observed, Observer, Trace
 from kimi_jax.params import Params, ParamSpec, bind, param, specs_of
-from kimi_jax.pytree import pytree
+from kimi_jax.rows import Rows, fresh_rows, further_rows
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.lightning_indexer import index_scores
 from pallas_kernels.precision import at_least_float32
 
 Tree = Any
@@ -37,21 +37,6 @@ class Block(nnx.Module):
         if config.attn_res_block_size is not None:
             self.attention_residual = AttentionResidual(width, eps, "self_attention_res")
             self.mlp_residual = AttentionResidual(width, eps, "mlp_res")
-
-
-@pytree
-class Rows:
-    """How the tokens of a call lie in their sequences.
-
-    Attributes:
-        positions: [B, T] place of each token among its row's keys; -1 for padding.
-        lengths: [B] valid tokens of each row (they come first), or None when all are valid or `segment_ids` says.
-        segment_ids: [B, T] ids of packed sequences, -1 for padding, or None.
-    """
-
-    positions: Int[Array, "B T"]
-    lengths: Int[Array, " B"] | None
-    segment_ids: Int[Array, "B T"] | None
 
 
 class Stream(NamedTuple):
@@ -76,10 +61,20 @@ class Decoder:
     `["blocks"]` over all layers.
     """
 
-    def __init__(self, config: KimiConfig, implementation: Implementation | None = None):
-        """Describes the model of `config`; `implementation` is passed to every operation (None: each picks)."""
+    def __init__(
+        self, config: KimiConfig, implementation: Implementation | None = None, *, dense_attention: bool = False
+    ):
+        """Describes the model of `config`.
+
+        Args:
+            config: the model's sizes.
+            implementation: passed to every operation; None lets each pick.
+            dense_attention: full-attention layers attend all visible keys even where the config has an indexer, which
+                is then left unused: what it learns from before it selects.
+        """
         self.config = config
         self.implementation = implementation
+        self.dense_attention = dense_attention
         self.kinds = config.layer_kinds()
         self.plan = plan(self.kinds)
         layers_of = {
@@ -133,11 +128,34 @@ class Decoder:
         Raises:
             ValueError: both `lengths` and `segment_ids`.
         """
+        return self.head(params, self.hidden(params, token_ids, lengths, segment_ids)[0])
+
+    def hidden(
+        self,
+        params: Params,
+        token_ids: Int[Array, "B T"],
+        lengths: Int[Array, " B"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        observer: Observer | None = None,
+    ) -> tuple[Float[Array, "B T D"], Observed]:
+        """What `logits` multiplies with the head, and what an observer saw, stacked over the layers it saw.
+
+        Both are differentiable in `params`.
+
+        Raises:
+            ValueError: both `lengths` and `segment_ids`.
+        """
         if segment_ids is not None and lengths is not None:
             raise ValueError("give lengths or segment_ids, not both: padding of packed rows has segment id -1.")
-        rows = _fresh_rows(token_ids, lengths, segment_ids)
-        partial, bank = self._differentiable_layers(params, self._embed(params, token_ids), rows)
-        return self._head(params, self._final(params, partial, bank))
+        rows = fresh_rows(token_ids, lengths, segment_ids)
+        embedded = self._embed(params, token_ids)
+        partial, bank, outputs = self._differentiable_layers(params, embedded, rows, observer or Observer())
+        return self._final(params, partial, bank), self._observed(outputs)
+
+    def head(self, params: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Logits of hidden states, float32."""
+        weight = params["embed"] if self.config.tie_word_embeddings else params["head"]
+        return linear(hidden, weight, out=at_least_float32(hidden))
 
     def prefill(
         self,
@@ -163,14 +181,14 @@ class Decoder:
         Raises:
             ValueError: more rows or more new tokens than the cache could ever hold.
         """
-        lengths, rows = _further_rows(token_ids, cache, lengths)
-        stream, cache, _ = self._cached_layers(params, token_ids, rows, cache, capture=False)
+        lengths, rows = further_rows(token_ids, cache, lengths)
+        stream, cache, _ = self._cached_layers(params, token_ids, rows, cache, Observer())
         partial, bank = stream.partial, stream.bank
         if not all_logits:
             last = jnp.maximum(lengths - 1, 0)[:, None, None]
             partial = jnp.take_along_axis(partial, last, axis=1)
             bank = None if bank is None else jnp.take_along_axis(bank, last[None], axis=2)
-        logits = self._head(params, self._final(params, partial, bank))
+        logits = self.head(params, self._final(params, partial, bank))
         return (logits if all_logits else logits[:, 0]), cache.advance(lengths)
 
     def decode(self, params: Params, token_ids: Int[Array, " B"], cache: Cache) -> tuple[Float[Array, "B V"], Cache]:
@@ -187,26 +205,13 @@ class Decoder:
             [blocks, B, T, D], `experts` and `expert_weights` [MoE layers, B, T, k], `index_scores`
             [MLA layers, B, T, S] and `selected` [MLA layers, B, T, top_k], as far as the model has them; cache).
         """
-        lengths, rows = _further_rows(token_ids, cache, lengths)
-        stream, cache, outputs = self._cached_layers(params, token_ids, rows, cache, capture=True)
+        lengths, rows = further_rows(token_ids, cache, lengths)
+        stream, cache, outputs = self._cached_layers(params, token_ids, rows, cache, Trace())
         hidden = self._final(params, stream.partial, stream.bank)
-        found: dict[str, Array | None] = {
-            "logits": self._head(params, hidden),
-            "final_hidden": hidden,
-            "bank": stream.bank,
-        }
-
-        def collect(name: str, keep: Any) -> None:
-            picked = [[run.get(name) for run in segment] for segment in outputs]
-            found[name] = by_layer(self.plan, picked, keep)
-
-        collect("layer_out", lambda kind: True)
-        for name in ("experts", "expert_weights"):
-            collect(name, lambda kind: kind.ffn == "moe")
-        if self.config.dsa is not None:
-            for name in ("index_scores", "selected"):
-                collect(name, lambda kind: kind.mixer == "mla")
-        return {name: value for name, value in found.items() if value is not None}, cache.advance(lengths)
+        found = {"logits": self.head(params, hidden), "final_hidden": hidden} | self._observed(outputs)
+        if stream.bank is not None:
+            found["bank"] = stream.bank
+        return found, cache.advance(lengths)
 
     # Parts
 
@@ -222,9 +227,9 @@ class Decoder:
             partial = residual(partial, bank, jnp.int32(bank.shape[0]), self.implementation)
         return bind(self.final_norm, params["final_norm"])(partial)
 
-    def _head(self, params: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        weight = params["embed"] if self.config.tie_word_embeddings else params["head"]
-        return linear(hidden, weight, out=at_least_float32(hidden))
+    def _observed(self, outputs: list[list[Observed]]) -> Observed:
+        names = sorted({name for segment in outputs for run in segment for name in run})
+        return {name: by_layer([[run.get(name) for run in segment] for segment in outputs]) for name in names}
 
     def _empty_bank(self, x: Float[Array, "B T D"]) -> Float[Array, "N B T D"] | None:
         size = self.config.attn_res_block_size
@@ -256,27 +261,28 @@ class Decoder:
         expert_offset: Any,
         stream: Stream,
         rows: Rows,
-        capture: bool = False,
-    ) -> tuple[Stream, dict[str, Array]]:
+        observer: Observer,
+    ) -> tuple[Stream, Observed]:
         size = self.config.attn_res_block_size
         block = bind(self.stacks["blocks"], weights["block"])
         partial, bank, cache = stream
-        found: dict[str, Array] = {}
-
-        h = partial
+        h, seen = partial, Observed()
         if size is not None and bank is not None:
-            h = block.attention_residual(partial, bank, (index.layer + size - 1) // size, self.implementation)
+            num_rows = (index.layer + size - 1) // size
+            h = block.attention_residual(partial, bank, num_rows, self.implementation)
+            seen |= observer.residual("attention", block.attention_residual, partial, bank, num_rows)
             partial, bank = open_block(partial, bank, index.layer, size)
         x = block.input_norm(h)
         mixer = bind(self.stacks[kind.mixer], weights["mixer"])
         run_mixer = self._kda if kind.mixer == "kda" else self._mla
-        mixed, cache, seen = run_mixer(mixer, index.mixer, x, rows, cache, capture)
-        found |= seen
+        mixed, cache, found = run_mixer(mixer, index.mixer, x, rows, cache, observer)
         partial = partial + mixed
 
         h = partial
-        if size is not None:
-            h = block.mlp_residual(partial, bank, index.layer // size + 1, self.implementation)
+        if size is not None and bank is not None:
+            num_rows = index.layer // size + 1
+            h = block.mlp_residual(partial, bank, num_rows, self.implementation)
+            seen |= observer.residual("ffn", block.mlp_residual, partial, bank, num_rows)
         x = block.post_attention_norm(h)
         ffn = bind(self.stacks[kind.ffn], weights["ffn"])
         if kind.ffn == "dense":
@@ -284,60 +290,53 @@ class Decoder:
         else:
             stack = self._expert_stack(weights["experts"], expert_offset)
             mixed, routing = ffn(x, stack, rows.positions >= 0, self.implementation)
-            if capture:
-                shape = (*rows.positions.shape, -1)
-                found |= {"experts": routing.experts.reshape(shape), "expert_weights": routing.weights.reshape(shape)}
+            found |= observer.moe(ffn, routing, rows)
         partial = partial + mixed
-        if capture:
-            found["layer_out"] = partial
-        return Stream(partial, bank, cache), found
+        return Stream(partial, bank, cache), seen | found | observer.layer(partial)
 
     def _kda(
-        self, mixer: Any, index: Any, x: Array, rows: Rows, cache: Cache | None, capture: bool
-    ) -> tuple[Array, Cache | None, dict[str, Array]]:
+        self, mixer: Any, index: Any, x: Array, rows: Rows, cache: Cache | None, observer: Observer
+    ) -> tuple[Array, Cache | None, Observed]:
         state = None if cache is None else cache.read_kda(index)
         out, state = mixer(x, state, rows.lengths, rows.segment_ids, self.implementation)
-        return out, None if cache is None else cache.write_kda(index, state), {}
+        return out, None if cache is None else cache.write_kda(index, state), observer.kda(mixer, x)
 
     def _mla(
-        self, mixer: Any, index: Any, x: Array, rows: Rows, cache: Cache | None, capture: bool
-    ) -> tuple[Array, Cache | None, dict[str, Array]]:
+        self, mixer: Any, index: Any, x: Array, rows: Rows, cache: Cache | None, observer: Observer
+    ) -> tuple[Array, Cache | None, Observed]:
         queries, keys = mixer.project(x)
         if cache is not None:
             cache = cache.write_keys(index, keys, rows.positions)
             keys = cache.read_keys(index)
-        capture = capture and self.config.dsa is not None
         out, selected = mixer.attend(
             x,
             queries,
             keys,
             rows.positions,
             rows.segment_ids,
-            return_indices=capture,
+            dense=self.dense_attention,
+            return_indices=observer.wants_selection and self.config.dsa is not None and not self.dense_attention,
             implementation=self.implementation,
         )
-        if not capture:
-            return out, cache, {}
-        scores = index_scores(queries.index_q, keys.index_key, queries.index_w, rows.positions)
-        return out, cache, {"index_scores": scores, "selected": selected}
+        return out, cache, observer.mla(mixer, queries, keys, rows, selected)
 
     # Layers
 
     def _cached_layers(
-        self, params: Params, token_ids: Int[Array, "B T"], rows: Rows, cache: Cache, capture: bool
-    ) -> tuple[Stream, Cache, list[list[dict[str, Array]]]]:
-        def step(kind: LayerKind, stream: Stream, index: LayerIndex, _: None) -> tuple[Stream, dict[str, Array]]:
+        self, params: Params, token_ids: Int[Array, "B T"], rows: Rows, cache: Cache, observer: Observer
+    ) -> tuple[Stream, Cache, list[list[Observed]]]:
+        def step(kind: LayerKind, stream: Stream, index: LayerIndex, _: None) -> tuple[Stream, Observed]:
             weights = self._weights(params, kind, index)
             offset = index.ffn * self.config.moe.num_experts
-            return self._layer(kind, index, weights, offset, stream, rows, capture)
+            return self._layer(kind, index, weights, offset, stream, rows, observer)
 
         x = self._embed(params, token_ids, cache.latent.dtype)
         stream, outputs = walk(self.plan, step, Stream(x, self._empty_bank(x), cache))
         return stream, stream.cache, outputs
 
     def _differentiable_layers(
-        self, params: Params, x: Float[Array, "B T D"], rows: Rows
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "N B T D"] | None]:
+        self, params: Params, x: Float[Array, "B T D"], rows: Rows, observer: Observer
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "N B T D"] | None, list[list[Observed]]]:
         """All layers without a cache, with a reverse mode that keeps one [B, T, D] array a layer.
 
         The bank only grows, so its last value holds every earlier one: the backward pass recomputes each layer from its
@@ -347,14 +346,15 @@ class Decoder:
         layer_params = {name: params[name] for name in self.stacks if name in params}
 
         def forward(layer_params: Params, x: Array, rows: Rows, keep: bool) -> tuple[tuple, list[list[Tree]]]:
-            def step(kind: LayerKind, stream: Stream, index: LayerIndex, _: None) -> tuple[Stream, Array | None]:
+            def step(kind: LayerKind, stream: Stream, index: LayerIndex, _: None) -> tuple[Stream, tuple]:
                 weights = self._weights(layer_params, kind, index)
                 offset = index.ffn * self.config.moe.num_experts
-                after = self._layer(kind, index, weights, offset, stream, rows)[0]
-                return after, stream.partial if keep else None
+                after, found = self._layer(kind, index, weights, offset, stream, rows, observer)
+                return after, (found, stream.partial if keep else None)
 
-            last, inputs = walk(self.plan, step, Stream(x, self._empty_bank(x), None))
-            return (last.partial, last.bank), inputs
+            last, outputs = walk(self.plan, step, Stream(x, self._empty_bank(x), None))
+            found, inputs = ([[run[i] for run in segment] for segment in outputs] for i in range(2))
+            return (last.partial, last.bank, found), inputs
 
         @jax.custom_vjp
         def layers(layer_params: Params, x: Array, rows: Rows) -> tuple:
@@ -366,20 +366,22 @@ class Decoder:
 
         def layers_bwd(residuals: tuple, cotangents: tuple) -> tuple[Params, Array, None]:
             layer_params, rows, inputs, bank = residuals
+            d_partial, d_bank, d_found = cotangents
 
-            def step(kind: LayerKind, carry: tuple, index: LayerIndex, partial: Array) -> tuple[tuple, None]:
-                d_partial, d_bank, grads = carry
+            def step(kind: LayerKind, carry: tuple, index: LayerIndex, given: tuple) -> tuple[tuple, None]:
+                (d_partial, d_bank, grads), (partial, d_found) = carry, given
                 weights = self._weights(layer_params, kind, index)
                 if kind.ffn == "moe":
                     weights["experts"] = _at(layer_params["experts"], index.ffn)
                 inexact, rebuild = _split_inexact(weights)
 
                 def run(inexact: list[Array], partial: Array, bank: Array | None) -> tuple:
-                    stream, _ = self._layer(kind, index, rebuild(inexact), 0, Stream(partial, bank, None), rows)
-                    return stream.partial, stream.bank
+                    before = Stream(partial, bank, None)
+                    after, found = self._layer(kind, index, rebuild(inexact), 0, before, rows, observer)
+                    return after.partial, after.bank, _split_inexact(found)[0]
 
                 _, pullback = jax.vjp(run, inexact, partial, bank)
-                d_weights, d_partial, d_bank = pullback((d_partial, d_bank))
+                d_weights, d_partial, d_bank = pullback((d_partial, d_bank, d_found))
                 found = rebuild(d_weights, fill=jnp.zeros(()))
                 for name, part, place in (
                     ("blocks", "block", index.layer),
@@ -392,7 +394,11 @@ class Decoder:
                 return (d_partial, d_bank, grads), None
 
             zeros = jax.tree.map(_gradient_like, layer_params)
-            (d_x, _, grads), _ = walk(self.plan, step, (*cotangents, zeros), inputs, reverse=True)
+            given = [
+                [(x, _split_inexact(d)[0]) for x, d in zip(*segment, strict=True)]
+                for segment in zip(inputs, d_found, strict=True)
+            ]
+            (d_x, _, grads), _ = walk(self.plan, step, (d_partial, d_bank, zeros), given, reverse=True)
             return jax.tree.map(_tangent, layer_params, grads), d_x, None
 
         layers.defvjp(layers_fwd, layers_bwd)
@@ -401,32 +407,6 @@ class Decoder:
 
 def _spec(declared: nnx.Param) -> ParamSpec:
     return declared.get_value()
-
-
-def _fresh_rows(
-    token_ids: Int[Array, "B T"],
-    lengths: Int[Array, " B"] | None,
-    segment_ids: Int[Array, "B T"] | None,
-) -> Rows:
-    steps = jnp.arange(token_ids.shape[1], dtype=jnp.int32)
-    valid = jnp.ones(token_ids.shape, bool)
-    if segment_ids is not None:
-        valid = segment_ids >= 0
-    elif lengths is not None:
-        valid = steps < lengths[:, None]
-    return Rows(jnp.where(valid, steps, -1), lengths, segment_ids)
-
-
-def _further_rows(
-    token_ids: Int[Array, "B T"], cache: Cache, lengths: Int[Array, " B"] | None
-) -> tuple[Int[Array, " B"], Rows]:
-    batch, tokens = token_ids.shape
-    if batch != cache.batch:
-        raise ValueError(f"token_ids has {batch} rows, the cache {cache.batch}: they must be equal.")
-    if tokens > cache.capacity:
-        raise ValueError(f"{tokens} new tokens a row don't fit a cache of capacity {cache.capacity}.")
-    lengths = jnp.full(batch, tokens, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
-    return lengths, Rows(cache.positions(lengths, tokens), lengths, None)
 
 
 def _at(stack: Tree, index: Any) -> Tree:

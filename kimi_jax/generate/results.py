@@ -14,7 +14,8 @@ class Timings:
 
     Attributes:
         compile_seconds: compiling for shapes that are new to the model.
-        prefill_seconds: from the call to the first new token, without the above.
+        prefill_seconds: from the call to the first new token, without the above; what ran beside the compiler isn't in it,
+            so a call that compiles shows too little.
         decode_seconds: from the first new token to the last, without compiling.
         tokens_per_second: new tokens after the first over `decode_seconds`; None for a single token.
     """

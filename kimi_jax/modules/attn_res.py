@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 from kimi_jax.params import param
 from pallas_kernels.attn_res import attn_res
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.precision import at_least_float32, einsum
 
 
 class AttentionResidual(nnx.Module):
@@ -29,6 +30,18 @@ class AttentionResidual(nnx.Module):
         return attn_res(
             partial, bank, num_rows, self.query[...], self.norm[...], eps=self.eps, implementation=implementation
         )
+
+    def weights(
+        self, partial: Float[Array, "B T D"], bank: Float[Array, "N B T D"], num_rows: Int[Array, ""] | int
+    ) -> Float[Array, "M B T"]:
+        """The mixture's weights: of each bank row (0 from `num_rows` on), then of the partial sum; float32 or better."""
+        dtype = at_least_float32(partial)
+        there = jnp.append(jnp.arange(bank.shape[0]) < num_rows, True)[:, None, None]
+        # Rows that aren't there may hold anything.
+        rows = jnp.where(there[..., None], jnp.concatenate([bank, partial[None]]).astype(dtype), 0)
+        scale = jax.lax.rsqrt(jnp.mean(rows * rows, axis=-1) + self.eps)
+        scores = einsum("mbtd,d->mbt", rows, self.norm[...].astype(dtype) * self.query[...].astype(dtype)) * scale
+        return jax.nn.softmax(jnp.where(there, scores, -jnp.inf), axis=0)
 
 
 def open_block(

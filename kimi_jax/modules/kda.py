@@ -94,23 +94,29 @@ class KimiDeltaAttention(nnx.Module):
             implementation=implementation,
         )
         q, k, v = (mixed.reshape(batch, tokens, 3, heads, width)[:, :, i] for i in range(3))
-        raw_decay = linear(linear(x, self.decay_down[...]), self.decay_up[...]).reshape(batch, tokens, heads, width)
-        bound = self.config.kda.gate_lower_bound
+        decay, beta = self.gates(x)
         result = kda(
             l2_normalize(q),
             l2_normalize(k),
             v,
-            gate(raw_decay, self.A_log[...], self.dt_bias[...], bound),
-            jax.nn.sigmoid(linear(x, self.beta[...]).astype(at_least_float32(x))),
+            decay,
+            beta,
             initial_state=None if state is None else state.state,
             lengths=lengths,
             segment_ids=segment_ids,
-            gate_lower_bound=bound,
+            gate_lower_bound=self.config.kda.gate_lower_bound,
             implementation=implementation,
         )
         gated = self._gated_norm(result.o, self._output_gate(x).reshape(batch, tokens, heads, width))
         out = linear(gated.reshape(batch, tokens, heads * width), self.output[...])
         return out, KdaState(result.final_state, tail)
+
+    def gates(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
+        """(log decay of each key channel, strength of the write) of each token; float32 or better."""
+        heads, width = self.config.kda.num_heads, self.config.kda.head_dim
+        raw = linear(linear(x, self.decay_down[...]), self.decay_up[...]).reshape(*x.shape[:2], heads, width)
+        decay = gate(raw, self.A_log[...], self.dt_bias[...], self.config.kda.gate_lower_bound)
+        return decay, jax.nn.sigmoid(linear(x, self.beta[...]).astype(at_least_float32(x)))
 
     def _output_gate(self, x: Float[Array, "B T D"]) -> Float[Array, "B T P"]:
         if self.config.kda.full_rank_gate:

@@ -103,7 +103,8 @@ class MultiHeadLatentAttention(nnx.Module):
         )
         if self.config.dsa is None:
             return MlaQueries(q, None, None), MlaKeys(latent, None)
-        index_q, index_k, index_w = self.indexer(x, source)
+        # The indexer learns from its own loss, and nothing else does.
+        index_q, index_k, index_w = self.indexer(*jax.lax.stop_gradient((x, source)))
         return MlaQueries(q, index_q, index_w), MlaKeys(latent, index_k)
 
     def attend(
@@ -113,6 +114,8 @@ class MultiHeadLatentAttention(nnx.Module):
         keys: MlaKeys,
         q_positions: Int[Array, "B T"],
         segment_ids: Int[Array, "B T"] | None = None,
+        *,
+        dense: bool = False,
         return_indices: bool = False,
         implementation: Implementation | None = None,
     ) -> tuple[Float[Array, "B T D"], Int[Array, "B T k"] | None]:
@@ -124,6 +127,7 @@ class MultiHeadLatentAttention(nnx.Module):
             keys: [B, S, ...] all keys of the rows.
             q_positions: each new token's own place among the keys; -1 for padding.
             segment_ids: ids of packed sequences.
+            dense: attend all visible keys, whatever the indexer thinks of them.
             return_indices: also return the selected positions (sparse layers only).
             implementation: of the operations; None picks.
         """
@@ -133,7 +137,7 @@ class MultiHeadLatentAttention(nnx.Module):
         scale = (mla.qk_nope_head_dim + mla.qk_rope_head_dim) ** -0.5
         index_q, index_k, index_w = queries.index_q, keys.index_key, queries.index_w
         indices = None
-        if dsa is None or index_q is None or index_k is None or index_w is None:
+        if dense or dsa is None or index_q is None or index_k is None or index_w is None:
             out = dense_mla(
                 queries.q,
                 keys.latent,

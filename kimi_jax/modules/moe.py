@@ -19,10 +19,11 @@ from pallas_kernels.precision import at_least_float32, einsum
 
 
 class Routing(NamedTuple):
-    """The experts of every token and their weights, both [M, k]."""
+    """The experts of every token and their weights, both [M, k], out of the scores [M, E] of all experts."""
 
     experts: Int[Array, "M k"]
     weights: Float[Array, "M k"]
+    scores: Float[Array, "M E"]
 
 
 class ExpertStack(NamedTuple):
@@ -63,7 +64,7 @@ def route(scores: Float[Array, "M E"], correction_bias: Float[Array, " E"], conf
     weights = jnp.take_along_axis(biased if config.biased_weights else scores, experts, axis=-1)
     if config.renormalize:
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
-    return Routing(experts, weights * config.routed_scaling_factor)
+    return Routing(experts, weights * config.routed_scaling_factor, scores)
 
 
 def run_experts(
