@@ -13,7 +13,7 @@ FAST := tests/kimi_jax/test_golden.py tests/kimi_jax/test_bad_input.py tests/kim
 .PHONY: help setup test lint types fast parity bench demo clean
 
 help:
-	@echo "make demo    look into a tiny checkpoint and generate with it (random weights: token ids, not a story)"
+	@echo "make demo    a story, a tool call and a long text with the small trained model in the package"
 	@echo "make test    lint, types, and the test suite"
 	@echo "make parity  the suite against transformers and torch on the CPU"
 	@echo "make bench   benchmarks; tables on standard output"
@@ -35,8 +35,7 @@ $(VENV)/.run: pyproject.toml constraints.txt
 setup: $(VENV)/.dev
 
 demo: $(VENV)/.run
-	$(BIN)/kimi-jax inspect tests/golden/kimi-k31-tiny
-	$(BIN)/kimi-jax generate tests/golden/kimi-k31-tiny --token-ids 1,2,3,4 --max-new-tokens 24
+	$(BIN)/kimi-jax demo
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

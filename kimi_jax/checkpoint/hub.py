@@ -1,4 +1,4 @@
-"""Fetching checkpoints from the Hugging Face hub, for those who have installed the `hub` extra."""
+"""Finding a checkpoint: a path, a model in the package, or the Hugging Face hub for those with the `hub` extra."""
 
 import os
 import re
@@ -6,6 +6,7 @@ from pathlib import Path
 
 from kimi_jax.checkpoint.errors import CheckpointError
 from kimi_jax.checkpoint.side_files import SUFFIXES
+from kimi_jax.embedded import embedded
 
 # What is fetched: weights in safetensors and text. Code and pickles stay where they are.
 PATTERNS = ["*.safetensors", "LICENSE*", *(f"*{suffix}" for suffix in SUFFIXES)]
@@ -20,20 +21,24 @@ def resolve(
     endpoint: str | None = None,
     cache: str | Path | None = None,
 ) -> Path:
-    """The directory of a checkpoint: `source` itself, or that of the hub's files for an id like `moonshotai/Kimi-K3`.
+    """The directory of a checkpoint: `source` itself, that of a model in the package, or that of the hub's files.
 
     Files that are there already aren't fetched again. A connection that is cut is resumed where it stopped, a run that
     is stopped with the file that it was in.
 
     Args:
-        source: a path, or `owner/name`. A path that exists, or whose parent exists, is never taken for an id.
-        progress: show how far the download is.
+        source: a path, the name of a model that comes with the package, or `owner/name` like `moonshotai/Kimi-K3`. A path
+            that exists, or whose parent exists, is never taken for an id.
+        progress: show how far the download is, and say what a name that means two things was taken for.
         endpoint: address of the hub; None: the public one, or what its library is set to.
         cache: where files are kept; None: the library's usual place.
 
     Raises:
         CheckpointError: `source` looks like an id, and the `hub` extra isn't installed or the hub refuses.
     """
+    inside = embedded(source, progress=progress)
+    if inside is not None:
+        return inside
     path = Path(source)
     name = os.fspath(source)
     if path.exists() or not _REPOSITORY.fullmatch(name) or path.parent.exists():

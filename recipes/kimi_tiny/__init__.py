@@ -1,0 +1,1 @@
+"""kimi-tiny: data, training and evaluation of the small model that ships with kimi_jax."""
