@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where compiled programs are kept (default: kimi_jax/xla in the user's cache folder)",
     )
     cache.add_argument("--no-compilation-cache", action="store_true", help="don't keep compiled programs")
-    run.add_argument("--quiet", action="store_true", help="print nothing but the answer and errors")
+    run.add_argument("--quiet", action="store_true", help="print nothing but the answer, warnings and errors")
     sampling = parser.add_argument_group("sampling")
     for name, (kind, text) in SAMPLING.items():
         sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N" if kind is int else "X", help=text)
@@ -77,7 +77,7 @@ def load(arguments: argparse.Namespace) -> "Kimi":
         compilation_cache=arguments.compilation_cache or not arguments.no_compilation_cache,
         progress=not arguments.quiet,
     )
-    if model.is_random and not arguments.quiet:
+    if model.is_random:
         print("kimi-jax: the weights are random numbers, so what the model says is noise.", file=sys.stderr)
     return model
 

@@ -35,6 +35,7 @@ CHUNK = 64
 RUN = 16
 LOWEST_SINGLE_REFERENCE = -5.5  # exp(±15 · 5.5) are still normal float32 numbers,
 BALANCE = 2.0**60  # and with this factor so are their products with small keys
+GRID = 2.0**12
 FORGET = -1000.0  # exp is 0 in float32 and float64; finite, because sums multiply it by 0
 PARTS = 4  # of the "segments" form
 
@@ -351,8 +352,13 @@ def _first_runs(q: jax.Array, k: jax.Array, beta: jax.Array, g: jax.Array, bound
     # cancel, and next to strong decay their rounding is all that remains.
     attention = jnp.where(row == col, _products(q, k), 0)
     if bounded:
-        from_first = _add_up(g, (col > 0) & (col <= row))
-        rows, cols = jnp.exp(from_first) * BALANCE, k * (jnp.exp(-from_first) / BALANCE)
+        # Two factors of opposite exponents, up to 15 · 5.5, make one of any size: rounding their sums would show in it.
+        # Sums of multiples of 1 / GRID are exact, and those of what is left are small.
+        coarse = jax.lax.stop_gradient(jnp.round(g * GRID) / GRID)
+        from_first = (col > 0) & (col <= row)
+        whole, rest = _add_up(coarse, from_first), _add_up(g - coarse, from_first)
+        rows = jnp.exp(whole) * jnp.exp(rest) * BALANCE
+        cols = k * (jnp.exp(-whole) * jnp.exp(-rest) / BALANCE)
         attention += jnp.where(col < row, _products(q * rows, cols), 0)
         lower = jnp.where(col < row, _products(k * rows, cols), 0)
     else:
