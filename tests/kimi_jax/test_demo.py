@@ -70,7 +70,7 @@ def shown(model: Any, capsys: pytest.CaptureFixture[str]) -> str:
 def test_right_answers_are_marked_right(tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]) -> None:
     model = Told(tokenizer, arguments=demo.CALL[1])
     out = shown(model, capsys)
-    assert "Once upon a time there was a fox.\n" in out
+    assert f"{demo.STORIES[0]} there was a fox.\n" in out
     assert 'calls get_weather with {"city": "Venice", "unit": "celsius"}' in out
     assert "It is sunny in Venice, 21 degrees celsius." in out
     assert out.count("✓ right") == 4

@@ -460,13 +460,15 @@ class Terminal:
             stderr=subprocess.STDOUT,
         )
         self.shown = ""
+        self._lock = threading.Lock()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
         while chunk := os.read(self._process.stdout.fileno(), 4096):
-            self.shown += chunk.decode("utf-8", "replace")
+            with self._lock:
+                self.shown += chunk.decode("utf-8", "replace")
 
     def type(self, text: str) -> None:
         assert self._process.stdin is not None
@@ -480,7 +482,8 @@ class Terminal:
             assert time.monotonic() < limit, self.shown
             assert self._process.poll() is None or text in self.shown, self.shown
             time.sleep(0.02)
-        before, _, self.shown = self.shown.partition(text)
+        with self._lock:
+            before, _, self.shown = self.shown.partition(text)
         return before
 
     def wait(self) -> int:
