@@ -3,8 +3,8 @@
     python -m recipes.kimi_tiny.train DIR OUT [--seeds 0,1] [--gpus 1] [--until pretrain]
 
 DIR is the work folder with the encoded corpus and the tokenizer (`corpus` and `tokenizer` make it). For each seed, in a
-process of its own, OUT/seed-N receives the states to resume from, `metrics.jsonl`, `report.json` and the checkpoints
-`sparse` (kimi-tiny) and `dense` (the comparison):
+process of its own, OUT/seed-N receives the states to resume from, `metrics.jsonl`, the checkpoint `sparse` (kimi-tiny) and
+`report.json` with what was measured:
 
 1. pretrain: dense attention on rows of 2048 tokens.
 2. indexer: everything else frozen; the indexer learns from dense attention.
@@ -15,6 +15,7 @@ process of its own, OUT/seed-N receives the states to resume from, `metrics.json
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -117,13 +118,16 @@ class SeedRun:
     """All stages of one seed; what an earlier command has done is loaded."""
 
     def __init__(self, folder: Path, out: Path, seed: int, settings: Settings, workers: int):
-        """Starts the processes that make batches."""
-        self.folder, self.out, self.seed, self.settings = folder, out, seed, settings
+        """Starts the processes that make batches, and copies what the end needs: `folder` may be gone by then."""
+        self.out, self.seed, self.settings = out, seed, settings
         self.began = time.perf_counter()
         self.config = KimiConfig.from_dict(json.loads(CONFIG.read_text()))
         self.plan = stages(settings)
         self.decoders = {dense: Decoder(self.config, dense_attention=dense) for dense in (True, False)}
-        out.mkdir(parents=True, exist_ok=True)
+        self.kept = out / "data"
+        (self.kept / "corpus").mkdir(parents=True, exist_ok=True)
+        shutil.copy(folder / "corpus" / "heldout.npz", self.kept / "corpus")
+        shutil.copytree(folder / "tokenizer", self.kept / "tokenizer", dirs_exist_ok=True)
         self.log = MetricsLog(out / "metrics.jsonl")
         self.data = Data(folder)
         self.workers = Workers(folder, workers)
@@ -149,6 +153,8 @@ class SeedRun:
             if until == "pretrain":
                 return
             params = self._stage("indexer", params, compiled)
+            if until == "indexer":
+                return
             start = jax.tree.map(np.asarray, params)
             sparse = jax.tree.map(np.asarray, self._stage("sparse", params, compiled))
             self._save(sparse, "sparse")
@@ -193,7 +199,7 @@ class SeedRun:
     def _measure(self, dense: bool, params: Params) -> dict[str, Any]:
         decoder, count = self.decoders[dense], self.settings.recalls
         tasks = self.data.tasks
-        found = text_quality(decoder, params, self.folder)
+        found = text_quality(decoder, params, self.kept)
         if not dense:
             length = min(RECALL_LENGTH, self.settings.long)
             found["recall"] = forced_recall(decoder, params, tasks, count, length)
@@ -204,7 +210,7 @@ class SeedRun:
         target = self.out / name
         if target.exists():
             return
-        tokenizer = {path.name: path for path in sorted((self.folder / "tokenizer").iterdir())}
+        tokenizer = {path.name: path for path in sorted((self.kept / "tokenizer").iterdir())}
         save_huggingface(self.config, params, target, shard_bytes=SHARD_BYTES, side_files=tokenizer)
 
 
