@@ -66,11 +66,12 @@ class Data:
         books = 1 - sum(mixture.shares.values())
         per_step = max(1, round(books * tokens / self._mean))
         passages = self._passages(seed, step * per_step, mixture.length)
-        # The kind that lags most behind its share comes next.
+        # The kind that lags most behind its share comes next; which one that is at first is left to chance.
         wanted = np.array([mixture.shares[kind] for kind in kinds] + [books])
         made = np.zeros(len(wanted))
+        credit = rng.uniform(-150, 150, len(wanted))
         while True:
-            which = int(np.argmax(wanted * (made.sum() + rng.uniform(0, 4000)) - made))
+            which = int(np.argmax(wanted * made.sum() + credit - made))
             example = next(passages) if which == len(kinds) else self._chat(rng, kinds[which], mixture)
             made[which] += len(example.tokens)
             yield example

@@ -443,7 +443,12 @@ actor.model._runner.advance = Slow()
 Kimi.from_pretrained = classmethod(lambda *_, **__: actor.model)
 sys.exit(cli.main(["chat", "m", "--max-new-tokens", "400"]))
 """
-PTY = "import pty, sys; sys.exit(pty.spawn(sys.argv[1:]) >> 8)"
+# A suite in the background may ignore Ctrl-C, and what it starts would inherit that.
+PTY = """
+import pty, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+sys.exit(pty.spawn(sys.argv[1:]) >> 8)
+"""
 
 
 class Terminal:
