@@ -17,8 +17,8 @@ from pallas_kernels.sparse_mla.attend import Mask, Settings, attend_selected
 from pallas_kernels.sparse_mla.dense import dense_mla
 
 # Dense scores with the selection as a mask beat gathering while heads * keys stay below this many times top_k, once
-# several queries share a tile of keys (on CPUs measured from 8 to 96 heads and 2 to 8 keys per selected key). A GPU has
-# matrix products to spare, and needs longer to list a selection than to apply it.
+# several queries share a tile of keys (on CPUs measured from 8 to 96 heads and 2 to 8 keys per selected key). For
+# GPUs the number is a guess: products cost little there, and listing a selection takes several passes.
 MASK_HEAD_KEYS = {"cpu": 64, "gpu": 1024}
 MASK_QUERIES = 8
 # Rows gathered together: more of them leave the cache before they are read.
