@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.dispatch import Implementation, always, choose
 from pallas_kernels.kda import reference, xla
 from pallas_kernels.kda.gate import gate, l2_normalize
-from pallas_kernels.kda.xla import RUN, ChunkScan
+from pallas_kernels.kda.xla import RUN, ChunkScan, best_chunk_scan
 from pallas_kernels.precision import at_least_float32
 
 __all__ = ["ChunkScan", "KdaOutput", "gate", "kda", "l2_normalize"]
@@ -43,7 +43,7 @@ def kda(
     scale: float | None = None,
     gate_lower_bound: float | None = None,
     chunk_size: int | None = None,
-    chunk_scan: ChunkScan = "sequential",
+    chunk_scan: ChunkScan | None = None,
     implementation: Implementation | None = None,
 ) -> KdaOutput:
     """Runs the gated delta rule over T tokens.
@@ -80,8 +80,10 @@ def kda(
             promised bound gives wrong results.
         chunk_size: tokens a chunk, a multiple of 16. None: 64, or less for short sequences.
         chunk_scan: how `xla` passes from chunk to chunk: one after the other ("sequential"), a few parts of the
-            sequence side by side ("segments"), or as a tree over all chunks ("associative", which keeps a K x K matrix
-            for each of them). The last two are for few heads and long sequences; the results differ by rounding.
+            sequence side by side ("segments"), or as a tree over as many chunks as 1 GiB of K x (K + V) matrices allows
+            ("associative"). The last two are for few heads and long sequences; the results differ by rounding. None:
+            "associative" on a GPU with at most 128 rows times heads, where steps take longer to start than to run,
+            else "sequential".
         implementation: None takes the best that can run.
 
     Returns:
@@ -101,8 +103,10 @@ def kda(
         )
     if chunk_size is not None and (chunk_size <= 0 or chunk_size % RUN):
         raise ValueError(f"kda: chunk_size is {chunk_size}; it must be a positive multiple of {RUN}.")
-    if chunk_scan not in ("sequential", "segments", "associative"):
-        raise ValueError(f"kda: chunk_scan is {chunk_scan!r}; it must be 'sequential', 'segments' or 'associative'.")
+    if chunk_scan not in (None, "sequential", "segments", "associative"):
+        raise ValueError(
+            f"kda: chunk_scan is {chunk_scan!r}; it must be 'sequential', 'segments' or 'associative', or None."
+        )
     choice = choose(
         "kda",
         implementation,
@@ -135,7 +139,7 @@ def kda(
             **arguments,
             gate_lower_bound=gate_lower_bound,
             chunk_size=chunk_size,
-            chunk_scan=chunk_scan,
+            chunk_scan=chunk_scan or best_chunk_scan(q.shape[0] * q.shape[2]),
         )
     )
 

@@ -38,6 +38,8 @@ BALANCE = 2.0**60  # and with this factor so are their products with small keys
 GRID = 2.0**12
 FORGET = -1000.0  # exp is 0 in float32 and float64; finite, because sums multiply it by 0
 PARTS = 4  # of the "segments" form
+PAIRS = 2**30  # bytes of the pairs that the "associative" form combines at once
+FEW = 128  # rows times heads up to which a GPU's steps take longer to start than to run
 
 
 class _Tokens(NamedTuple):
@@ -210,7 +212,7 @@ def _all_chunks(
     chunks = -(-length // chunk)
     group = max(1, _chunks_in_flight(tokens.q.shape[-1]) // (batch * heads))
     if how.chunk_scan == "associative":
-        group = chunks
+        group = min(chunks, max(1, PAIRS // _pair_bytes(tokens, state)))
     elif how.chunk_scan == "segments":
         group *= PARTS
     groups = -(-chunks // group)
@@ -520,6 +522,17 @@ def _lower_block(a: jax.Array, corner: jax.Array, b: jax.Array) -> jax.Array:
 def _pick(runs: Tree, which: Any) -> Tree:
     """Some of the runs [..., runs, tokens, *]."""
     return jax.tree.map(lambda x: x[..., which, :, :], runs)
+
+
+def _pair_bytes(tokens: _Tokens, state: jax.Array) -> int:
+    """Of the pairs (M, B) of one chunk of every row and head."""
+    batch, _, heads, width = tokens.k.shape
+    return batch * heads * width * (width + tokens.v.shape[-1]) * state.dtype.itemsize
+
+
+def best_chunk_scan(sequences: int) -> ChunkScan:
+    """The form of the pass over chunks that suits the machine, for so many rows times heads."""
+    return "associative" if jax.default_backend() == "gpu" and sequences <= FEW else "sequential"
 
 
 def _round_up(n: int, multiple: int) -> int:

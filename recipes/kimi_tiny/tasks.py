@@ -17,6 +17,7 @@ Whatever is drawn for training never meets the evaluation's: see `recipes.kimi_t
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,7 +29,7 @@ import numpy as np
 from kimi_jax.text import Segment, Tokenizer, chat_format
 from recipes.kimi_tiny.tokenizer import load_documents
 from recipes.kimi_tiny.tools import TOOLS, Tool
-from recipes.kimi_tiny.words import ADJECTIVES, ANIMALS, NOUNS, PASSWORDS, draw, is_heldout
+from recipes.kimi_tiny.words import ADJECTIVES, ANIMALS, NOUNS, PASSWORDS, Words, draw, is_heldout
 
 Kind = Literal["recall", "tools", "arithmetic", "lists", "smalltalk", "stories"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -221,11 +222,12 @@ def arithmetic(rng: np.random.Generator, *, heldout: bool) -> Messages:
     return _pair(question, f"{a} {op} {b} = {result}")
 
 
-def word_list(rng: np.random.Generator, *, heldout: bool) -> Messages:
-    """A list of words to repeat or to reverse."""
+def word_list(rng: np.random.Generator, *, heldout: bool, vocabulary: Sequence[str] = ()) -> Messages:
+    """A list of words to repeat or to reverse; in training half of the lists are from `vocabulary`, if there is one."""
+    source = vocabulary if vocabulary and not heldout and rng.integers(2) else _LISTED
 
     def make() -> str:
-        return ", ".join(_LISTED[i] for i in rng.choice(len(_LISTED), rng.integers(2, 11), replace=False))
+        return ", ".join(source[i] for i in rng.choice(len(source), rng.integers(2, 11), replace=False))
 
     words = draw(make, heldout=heldout)
     if rng.integers(2):
@@ -255,13 +257,16 @@ class ToolChat:
     call: dict[str, Any] | None
 
 
-def tool_chat(rng: np.random.Generator, *, heldout: bool, num_tools: int | None = None) -> ToolChat:
+def tool_chat(
+    rng: np.random.Generator, *, heldout: bool, num_tools: int | None = None, vocabulary: tuple[str, ...] = ()
+) -> ToolChat:
     """A request for one of the declared tools; in training one in ten is small talk that needs none.
 
     Args:
         rng: of the stream.
         heldout: for the evaluation.
         num_tools: declared; None draws one to four.
+        vocabulary: of `Words`.
     """
     count = int(rng.integers(1, _MAX_TOOLS + 1)) if num_tools is None else num_tools
     declared = [TOOLS[i] for i in rng.choice(len(TOOLS), count, replace=False)]
@@ -269,7 +274,7 @@ def tool_chat(rng: np.random.Generator, *, heldout: bool, num_tools: int | None 
     if not heldout and rng.random() < 0.1:
         return ToolChat(smalltalk(rng), declarations, None)
     tool: Tool = declared[rng.integers(count)]
-    arguments = tool.arguments(rng, heldout=heldout)
+    arguments = tool.arguments(rng, Words(heldout, vocabulary))
     messages: Messages = [
         {"role": "user", "content": tool.request(arguments, rng)},
         {"role": "assistant", "content": "", "tool_calls": [{"id": "call_1", "function": _call(tool, arguments)}]},
@@ -521,6 +526,7 @@ class Tasks:
         self._haystack = _Haystack(_Sentences(tokenizer), documents)
         if len(self._haystack.places) < 2:
             raise ValueError(f"The {len(documents)} documents have no two sentences in a row to plant a fact between.")
+        self.vocabulary = _vocabulary(tokenizer, documents)
         self._introductions = [tokenizer.encode(text) for text in _INTRODUCTIONS]
         self._closing = tokenizer.encode(_CLOSING)
         self._cache: dict[Segment, list[int]] = {}
@@ -548,12 +554,13 @@ class Tasks:
             if kind == "stories":
                 example = self._story(rng, max_tokens, thinking)
             elif kind == "tools":
-                chat = tool_chat(rng, heldout=False)
+                chat = tool_chat(rng, heldout=False, vocabulary=self.vocabulary)
                 example = self.encode(chat.messages, chat.tools, thinking=thinking)
             elif kind == "arithmetic":
                 example = self.encode(arithmetic(rng, heldout=False), thinking=thinking)
             elif kind == "lists":
-                example = self.encode(word_list(rng, heldout=False), thinking=thinking)
+                words = word_list(rng, heldout=False, vocabulary=self.vocabulary)
+                example = self.encode(words, thinking=thinking)
             else:
                 example = self.encode(smalltalk(rng), thinking=thinking)
             if len(example.tokens) <= max_tokens:
@@ -744,6 +751,14 @@ def load_tasks(directory: Path, tokenizer: Tokenizer) -> Tasks:
     with np.load(path) as arrays:
         kinds = arrays["kinds"][arrays["book"]]
     return Tasks(tokenizer, found, [d for d, kind in zip(found, kinds, strict=True) if kind in ("tales", "fiction")])
+
+
+def _vocabulary(tokenizer: Tokenizer, documents: Sequence[np.ndarray]) -> tuple[str, ...]:
+    """The words of a sample of the documents that no list holds out."""
+    sample = documents[:: max(1, len(documents) // 200)]
+    text = " ".join(tokenizer.decode(document[:2000].tolist()) for document in sample)
+    found = set(re.findall(r"(?<![A-Za-z'])[a-z]{3,12}(?![A-Za-z'])", text))
+    return tuple(sorted(word for word in found if not is_heldout(word) and not is_heldout(word.capitalize())))
 
 
 def _ids(tokens: Sequence[int] | np.ndarray) -> np.ndarray:

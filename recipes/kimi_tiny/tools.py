@@ -15,11 +15,12 @@ from recipes.kimi_tiny.words import (
     SKIES,
     THINGS,
     TOPICS,
+    Words,
     draw,
     made_up,
 )
 
-Draw = Callable[[np.random.Generator, bool], Any]
+Draw = Callable[[np.random.Generator, Words], Any]
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Parameter:
     Attributes:
         kind: its JSON type: string, integer, number or boolean.
         description: for the schema.
-        draw: makes a value; its second argument says whether it is one for the evaluation.
+        draw: makes a value; its second argument says from which words.
         choices: the legal values, where there is a list.
         spoken: how a user says a value, where that isn't the value itself.
     """
@@ -78,13 +79,14 @@ class Tool:
             "function": {"name": self.name, "description": self.description, "parameters": schema},
         }
 
-    def arguments(self, rng: np.random.Generator, *, heldout: bool) -> dict[str, Any]:
+    def arguments(self, rng: np.random.Generator, words: Words) -> dict[str, Any]:
         """Arguments of one call, in the order of their names, as the declaration shows them.
 
         For the evaluation, words and amounts are new, and so is the combination, where all values come from lists.
         """
         return draw(
-            lambda: {key: self.parameters[key].draw(rng, heldout) for key in sorted(self.parameters)}, heldout=heldout
+            lambda: {key: self.parameters[key].draw(rng, words) for key in sorted(self.parameters)},
+            heldout=words.heldout,
         )
 
     def request(self, arguments: dict[str, Any], rng: np.random.Generator) -> str:
@@ -93,62 +95,65 @@ class Tool:
         return self.requests[rng.integers(len(self.requests))].format(**spoken)
 
 
-def _one_of(words: Sequence[str]) -> Draw:
+def _one_of(choices: Sequence[str]) -> Draw:
     # Of a closed list everything is seen in training: only free values can be new.
-    return lambda rng, heldout: words[int(rng.integers(len(words)))]
+    return lambda rng, words: choices[int(rng.integers(len(choices)))]
 
 
 def _integer(low: int, high: int) -> Draw:
-    return lambda rng, heldout: int(rng.integers(low, high + 1))
+    return lambda rng, words: int(rng.integers(low, high + 1))
 
 
-def _amount(rng: np.random.Generator, heldout: bool) -> float | int:
+def _amount(rng: np.random.Generator, words: Words) -> float | int:
     def make() -> float | int:
         cents = int(rng.integers(100, 100_000))
         return cents / 100 if cents % 3 else cents // 100
 
-    return draw(make, heldout=heldout)
+    return draw(make, heldout=words.heldout)
 
 
-def _boolean(rng: np.random.Generator, heldout: bool) -> bool:
+def _boolean(rng: np.random.Generator, words: Words) -> bool:
     return bool(rng.integers(2))
 
 
-def _person(rng: np.random.Generator, heldout: bool) -> str:
-    return made_up(rng, heldout=heldout) if rng.random() < 0.4 else PEOPLE.draw(rng, heldout=heldout)
+def _person(rng: np.random.Generator, words: Words) -> str:
+    return words.made_up(rng) if rng.random() < 0.4 else words.of(rng, PEOPLE)
 
 
-def _city(rng: np.random.Generator, heldout: bool) -> str:
-    return made_up(rng, heldout=heldout) if rng.random() < 0.4 else CITIES.draw(rng, heldout=heldout)
+def _city(rng: np.random.Generator, words: Words) -> str:
+    return words.made_up(rng) if rng.random() < 0.4 else words.of(rng, CITIES)
 
 
-def _thing(rng: np.random.Generator, heldout: bool) -> str:
+def _thing(rng: np.random.Generator, words: Words) -> str:
     # Words that nobody knows keep a model from learning the list by heart instead of copying.
-    return _unknown(rng, heldout) if rng.random() < 0.3 else THINGS.draw(rng, heldout=heldout)
+    return _unknown(rng, words) if rng.random() < 0.3 else words.of(rng, THINGS)
 
 
-def _unknown(rng: np.random.Generator, heldout: bool) -> str:
+def _unknown(rng: np.random.Generator, words: Words) -> str:
     # Training keeps away from both spellings; the evaluation needs only this one to be new.
-    return draw(lambda: made_up(rng, heldout=None if heldout else False).lower(), heldout=heldout)
-
-
-def _topic(rng: np.random.Generator, heldout: bool) -> str:
     def make() -> str:
-        topic = _unknown(rng, heldout) if rng.random() < 0.3 else TOPICS.draw(rng, heldout=heldout)
+        return (made_up(rng, heldout=None) if words.heldout else words.made_up(rng)).lower()
+
+    return draw(make, heldout=words.heldout)
+
+
+def _topic(rng: np.random.Generator, words: Words) -> str:
+    def make() -> str:
+        topic = _unknown(rng, words) if rng.random() < 0.3 else words.of(rng, TOPICS)
         return (f"history of {topic}", topic, f"facts about {topic}", f"books about {topic}")[rng.integers(4)]
 
-    return draw(make, heldout=heldout)
+    return draw(make, heldout=words.heldout)
 
 
-def _song(rng: np.random.Generator, heldout: bool) -> str:
+def _song(rng: np.random.Generator, words: Words) -> str:
     def make() -> str:
-        topic, thing = TOPICS.draw(rng, heldout=heldout).capitalize(), THINGS.draw(rng, heldout=heldout).capitalize()
-        return (f"{topic} and {thing}", f"Song of the {topic}", f"{topic} in {_city(rng, heldout)}")[rng.integers(3)]
+        topic, thing = words.of(rng, TOPICS).capitalize(), words.of(rng, THINGS).capitalize()
+        return (f"{topic} and {thing}", f"Song of the {topic}", f"{topic} in {_city(rng, words)}")[rng.integers(3)]
 
-    return draw(make, heldout=heldout)
+    return draw(make, heldout=words.heldout)
 
 
-def _message(rng: np.random.Generator, heldout: bool) -> str:
+def _message(rng: np.random.Generator, words: Words) -> str:
     def make() -> str:
         forms = (
             "I will be {n} minutes late",
@@ -164,13 +169,13 @@ def _message(rng: np.random.Generator, heldout: bool) -> str:
             "{person} says hello",
         )
         return forms[rng.integers(len(forms))].format(
-            n=rng.integers(1, 60), thing=_thing(rng, heldout), city=_city(rng, heldout), person=_person(rng, heldout)
+            n=rng.integers(1, 60), thing=_thing(rng, words), city=_city(rng, words), person=_person(rng, words)
         )
 
-    return draw(make, heldout=heldout)
+    return draw(make, heldout=words.heldout)
 
 
-def _sentence(rng: np.random.Generator, heldout: bool) -> str:
+def _sentence(rng: np.random.Generator, words: Words) -> str:
     def make() -> str:
         forms = (
             "good morning",
@@ -183,42 +188,42 @@ def _sentence(rng: np.random.Generator, heldout: bool) -> str:
             "I live in {city}",
         )
         return forms[rng.integers(len(forms))].format(
-            thing=_thing(rng, heldout), city=_city(rng, heldout), person=_person(rng, heldout)
+            thing=_thing(rng, words), city=_city(rng, words), person=_person(rng, words)
         )
 
-    return draw(make, heldout=heldout)
+    return draw(make, heldout=words.heldout)
 
 
-def _title(rng: np.random.Generator, heldout: bool) -> str:
+def _title(rng: np.random.Generator, words: Words) -> str:
     def make() -> str:
-        person = _person(rng, heldout)
-        forms = (f"lunch with {person}", f"visit to {_city(rng, heldout)}", f"meeting with {person}", f"call {person}")
+        person = _person(rng, words)
+        forms = (f"lunch with {person}", f"visit to {_city(rng, words)}", f"meeting with {person}", f"call {person}")
         return forms[rng.integers(len(forms))]
 
-    return draw(make, heldout=heldout)
+    return draw(make, heldout=words.heldout)
 
 
-def _date(rng: np.random.Generator, heldout: bool) -> str:
+def _date(rng: np.random.Generator, words: Words) -> str:
     def make() -> str:
         return f"20{rng.integers(24, 32)}-{rng.integers(1, 13):02d}-{rng.integers(1, 29):02d}"
 
-    return draw(make, heldout=heldout)
+    return draw(make, heldout=words.heldout)
 
 
-def _time(rng: np.random.Generator, heldout: bool) -> str:
+def _time(rng: np.random.Generator, words: Words) -> str:
     return f"{rng.integers(7, 23):02d}:{5 * rng.integers(12):02d}"
 
 
-def _restaurant(rng: np.random.Generator, heldout: bool) -> str:
-    return f"{made_up(rng, heldout=heldout)} {('Inn', 'House', 'Garden', 'Kitchen')[rng.integers(4)]}"
+def _restaurant(rng: np.random.Generator, words: Words) -> str:
+    return f"{words.made_up(rng)} {('Inn', 'House', 'Garden', 'Kitchen')[rng.integers(4)]}"
 
 
-def _parcel(rng: np.random.Generator, heldout: bool) -> str:
+def _parcel(rng: np.random.Generator, words: Words) -> str:
     def make() -> str:
         letters = "".join("ABCDEFGHJKLMNPRSTUVWXYZ"[i] for i in rng.integers(23, size=2))
         return f"{letters}{rng.integers(10_000, 1_000_000)}"
 
-    return draw(make, heldout=heldout)
+    return draw(make, heldout=words.heldout)
 
 
 TOOLS = (

@@ -54,16 +54,16 @@ SHARD_BYTES = 15 * 2**20
 
 @dataclass(frozen=True)
 class Settings:
-    """Numbers of a run; the defaults made the model that ships, before batches kept to their shares as they do now."""
+    """Numbers of a run; the defaults made the model that ships."""
 
     learning_rate: float = 3e-3
     final_rate: float = 0.3
     tokens: int = 32768
     short: int = 2048
     long: int = 8192
-    pretrain_steps: int = 2800
+    pretrain_steps: int = 5600
     indexer_steps: int = 100
-    final_steps: int = 170
+    final_steps: int = 450
     recalls: int = 500
 
 
@@ -72,13 +72,13 @@ def stages(settings: Settings) -> dict[str, tuple[bool, Stage, Mixture]]:
     short = Mixture(
         settings.tokens // settings.short,
         settings.short,
-        {"recall": 0.12, "tools": 0.08, "arithmetic": 0.04, "lists": 0.03, "smalltalk": 0.01, "stories": 0.04},
+        {"recall": 0.22, "tools": 0.12, "arithmetic": 0.06, "lists": 0.06, "smalltalk": 0.01, "stories": 0.03},
         (200, settings.short),
     )
     long = Mixture(
         settings.tokens // settings.long,
         settings.long,
-        {"recall": 0.40, "tools": 0.06, "arithmetic": 0.03, "lists": 0.02, "smalltalk": 0.01, "stories": 0.04},
+        {"recall": 0.45, "tools": 0.10, "arithmetic": 0.04, "lists": 0.04, "smalltalk": 0.01, "stories": 0.03},
         (min(1000, settings.long), settings.long),
     )
     optimizer = OptimizerConfig(settings.learning_rate)

@@ -6,6 +6,7 @@ Training draws only the others and the evaluation only these, so the two can't m
 
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -49,6 +50,36 @@ class Pool:
         """One word of the training part or of the held-out part."""
         words = self._parts[heldout]
         return words[rng.integers(len(words))]
+
+
+@dataclass(frozen=True)
+class Words:
+    """Where the free values of a chat come from.
+
+    Attributes:
+        heldout: for the evaluation, from words that training never draws.
+        vocabulary: words in small letters that take the place of half of the others in training: who has copied every
+            word there is copies new ones too. None of them may be held out, however it's spelled.
+    """
+
+    heldout: bool
+    vocabulary: tuple[str, ...] = ()
+
+    def of(self, rng: np.random.Generator, pool: Pool) -> str:
+        """A word of a list, or of the vocabulary with a capital letter where the list has them."""
+        if self._any(rng):
+            word = self.vocabulary[rng.integers(len(self.vocabulary))]
+            return word.capitalize() if pool.words[0][0].isupper() else word
+        return pool.draw(rng, heldout=self.heldout)
+
+    def made_up(self, rng: np.random.Generator) -> str:
+        """A name that no list has."""
+        if self._any(rng):
+            return self.vocabulary[rng.integers(len(self.vocabulary))].capitalize()
+        return made_up(rng, heldout=self.heldout)
+
+    def _any(self, rng: np.random.Generator) -> bool:
+        return bool(self.vocabulary) and not self.heldout and rng.random() < 0.5
 
 
 def _pool(text: str) -> Pool:
