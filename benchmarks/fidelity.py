@@ -52,8 +52,7 @@ def measure(family: str) -> dict[str, float | bool | None]:
     found, cache = jax.jit(model.decoder.trace)(model.params, jnp.asarray(ids), cache)
     found = {name: np.asarray(value) for name, value in found.items()}
     order = np.argsort(found["experts"], axis=-1)
-    layers, rows, taps, channels = cache.conv_tail.shape
-    tail = np.asarray(cache.conv_tail).reshape(layers, rows, taps, 3, channels // 3).transpose(0, 3, 1, 2, 4)
+    tail = np.asarray(cache.conv_tail).transpose(0, 3, 1, 2, 4)
     sparse = "dsa_sel" in want
     greedy = model.generate(list(ids), max_new_tokens=want["gen_ids"].shape[1], stop_token_ids=())
 

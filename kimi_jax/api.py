@@ -29,9 +29,11 @@ from kimi_jax.generate.prompts import Request, padded, requests, split, token_ro
 from kimi_jax.generate.results import Generation, StreamPiece
 from kimi_jax.generate.sampling import SamplingParams
 from kimi_jax.model import Decoder
+from kimi_jax.parallel.decoder import MeshDecoder
+from kimi_jax.parallel.hosts import is_first
 from kimi_jax.params import Params
 from kimi_jax.programs import Programs
-from kimi_jax.sharding import RULES
+from kimi_jax.sharding import RULES, Rule, make_mesh
 from kimi_jax.text import Tokenizer
 from kimi_jax.text.shown import shown
 from pallas_kernels.dispatch import Implementation
@@ -83,8 +85,8 @@ class Kimi:
         directory: str | Path,
         dtype: DTypeLike | None = None,
         *,
-        mesh: Mesh | None = None,
-        rules: Mapping[str, str | None] | None = None,
+        mesh: Mesh | Mapping[str, int] | None = None,
+        rules: Mapping[str, Rule] | None = None,
         verify: bool = False,
         implementation: Implementation | None = None,
         compilation_cache: bool | str | os.PathLike[str] = True,
@@ -97,9 +99,10 @@ class Kimi:
                 Hugging Face hub, with the `hub` extra.
             dtype: of weights and activations: bfloat16, float32 or float64 (with jax_enable_x64). None: the config's.
                 Parameters that must be float32 stay so, and packed MXFP4 experts stay packed.
-            mesh: devices to spread the parameters over; each process reads only what its own devices hold. None: the
-                default device.
-            rules: mesh axis of each logical axis of the parameters; None: `sharding.RULES`.
+            mesh: devices to spread the model over: a mesh with axes of `sharding.MESH_AXES`, or their sizes, as in
+                `{"expert": 4, "tensor": 2}`. Each process reads only what its own devices hold. None: the default device.
+            rules: mesh axes of each logical axis of the parameters, when the compiler shall spread the computation
+                after them. None: `sharding.RULES`, and every operation runs on local arrays (see `MeshDecoder`).
             verify: first compare the tensors with their recorded checksums, for checkpoints that this library wrote.
             implementation: of every operation; None lets each pick the best that runs here.
             compilation_cache: keep compiled programs in `kimi_jax/xla` in the user's cache folder (True), in a folder
@@ -118,11 +121,15 @@ class Kimi:
         directory = _directory(directory, progress)
         config = KimiConfig.from_directory(directory)
         dtype = _legal_dtype(config.dtype if dtype is None else dtype)
-        decoder = Decoder(config, implementation)
+        progress = progress and is_first()
+        if isinstance(mesh, Mapping):
+            mesh = make_mesh(mesh)
+        alone = Decoder(config, implementation)
+        decoder = alone if mesh is None or rules is not None else MeshDecoder(config, mesh, implementation)
         programs = Programs(CompileCache(compilation_cache), progress=progress)
         startup.warn_of_fallback()
         if progress:
-            line = startup.describe(decoder, dtype, None if mesh is None else dict(mesh.shape), rules or RULES)
+            line = startup.describe(alone, dtype, None if mesh is None else dict(mesh.shape), rules or RULES)
             print(f"kimi_jax: {line}", file=sys.stderr, flush=True)
         began = time.monotonic()
         checkpoint = open_checkpoint(directory)

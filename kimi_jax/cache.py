@@ -25,19 +25,21 @@ class Cache:
     Attributes:
         lengths: [B] tokens each row has seen.
         kda_state: [KDA layers, B, H, K, V] float32, key channels first.
-        conv_tail: [KDA layers, B, W-1, 3·P] last convolution inputs (q, k, v projections), oldest first.
+        conv_tail: [KDA layers, B, W-1, 3, P] last convolution inputs, oldest first, of the q, k and v projections.
         latent: [MLA layers, B, S, L+R] normalised latents and the unrotated slot.
         index_key: [MLA layers, B, S, KI], or None for models without an indexer.
     """
 
     lengths: Int[Array, " B"]
     kda_state: Float[Array, "Lk B H K V"]
-    conv_tail: Float[Array, "Lk B W X"]
+    conv_tail: Float[Array, "Lk B W 3 P"]
     latent: Float[Array, "Lm B S L"]
     index_key: Float[Array, "Lm B S KI"] | None
 
     @staticmethod
-    def allocate(config: KimiConfig, batch: int, capacity: int, dtype: DTypeLike = jnp.bfloat16) -> "Cache":
+    def allocate(
+        config: KimiConfig, batch: int, capacity: int, dtype: DTypeLike = jnp.bfloat16, parts: int = 1
+    ) -> "Cache":
         """An empty cache.
 
         Args:
@@ -45,6 +47,7 @@ class Cache:
             batch: rows.
             capacity: tokens each row can hold.
             dtype: of tails, latents and index keys; states are float32 (float64 for a float64 model).
+            parts: equal parts that the places of a row shall fall into; `capacity` is rounded up.
 
         Raises:
             ValueError: `batch` or `capacity` isn't positive, or `capacity` exceeds max_position_embeddings.
@@ -56,6 +59,7 @@ class Cache:
                 f"capacity={capacity}: a row must hold between 1 and max_position_embeddings="
                 f"{config.max_position_embeddings} tokens."
             )
+        capacity = -(-capacity // parts) * parts
         kda, mla, dsa = config.kda, config.mla, config.dsa
         width = kda.num_heads * kda.head_dim
         return Cache(
@@ -63,7 +67,7 @@ class Cache:
             kda_state=jnp.zeros(
                 (len(kda.layers), batch, kda.num_heads, kda.head_dim, kda.head_dim), at_least_float32(dtype)
             ),
-            conv_tail=jnp.zeros((len(kda.layers), batch, kda.conv_kernel_size - 1, 3 * width), dtype),
+            conv_tail=jnp.zeros((len(kda.layers), batch, kda.conv_kernel_size - 1, 3, width), dtype),
             latent=jnp.zeros((len(mla.layers), batch, capacity, mla.kv_lora_rank + mla.qk_rope_head_dim), dtype),
             index_key=None if dsa is None else jnp.zeros((len(mla.layers), batch, capacity, dsa.head_dim), dtype),
         )
@@ -78,25 +82,23 @@ class Cache:
         """Tokens each row can hold."""
         return self.latent.shape[2]
 
-    def positions(self, lengths: Int[Array, " B"], tokens: int) -> Int[Array, "B T"]:
-        """Places of `tokens` new tokens a row, of which `lengths` are valid; -1 for the rest."""
-        steps = jnp.arange(tokens, dtype=jnp.int32)
-        return jnp.where(steps < lengths[:, None], self.lengths[:, None] + steps, -1)
-
     def advance(self, lengths: Int[Array, " B"]) -> "Cache":
         """The cache after `lengths` new tokens were written."""
         return replace(self, lengths=self.lengths + lengths)
 
     def read_kda(self, layer: Int[Array, ""] | int) -> KdaState:
         """State of one KDA layer, counted among the KDA layers."""
-        return KdaState(_at(self.kda_state, layer), _at(self.conv_tail, layer))
+        tail = _at(self.conv_tail, layer)
+        return KdaState(_at(self.kda_state, layer), tail.reshape(*tail.shape[:2], -1))
 
     def write_kda(self, layer: Int[Array, ""] | int, state: KdaState) -> "Cache":
         """The cache with one KDA layer's state replaced."""
         return replace(
             self,
             kda_state=self.kda_state.at[layer].set(state.state.astype(self.kda_state.dtype)),
-            conv_tail=self.conv_tail.at[layer].set(state.conv_tail.astype(self.conv_tail.dtype)),
+            conv_tail=self.conv_tail.at[layer].set(
+                state.conv_tail.reshape(self.conv_tail.shape[1:]).astype(self.conv_tail.dtype)
+            ),
         )
 
     def read_keys(self, layer: Int[Array, ""] | int) -> MlaKeys:

@@ -1,30 +1,35 @@
 """The decoder: embedding, layers, head; prefill, decode and logits as pure functions of parameters."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kimi_jax.cache import Cache
 from kimi_jax.config import KimiConfig, LayerKind
 from kimi_jax.layer_scan import LayerIndex, by_layer, plan, walk
 from kimi_jax.modules.attn_res import AttentionResidual, open_block
+from kimi_jax.modules.experts import ExpertStack
 from kimi_jax.modules.kda import KimiDeltaAttention
 from kimi_jax.modules.linear import linear
 from kimi_jax.modules.mla import MultiHeadLatentAttention
 from kimi_jax.modules.mlp import MLP
-from kimi_jax.modules.moe import Experts, ExpertStack, MixtureOfExperts
+from kimi_jax.modules.moe import Experts, MixtureOfExperts
 from kimi_jax.modules.norm import RMSNorm
 from kimi_jax.observe import Observed, Observer, Trace
 from kimi_jax.params import Params, ParamSpec, bind, param, specs_of
-from kimi_jax.rows import Rows, fresh_rows, further_rows
+from kimi_jax.rows import Rows, check_room, fresh_rows, further_rows
+from kimi_jax.shards import ALONE, Shards
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.precision import at_least_float32
 
 Tree = Any
+Loss = Callable[["Decoder", Params, Any], tuple[Array, Any]]
 
 
 class Block(nnx.Module):
@@ -62,7 +67,12 @@ class Decoder:
     """
 
     def __init__(
-        self, config: KimiConfig, implementation: Implementation | None = None, *, dense_attention: bool = False
+        self,
+        config: KimiConfig,
+        implementation: Implementation | None = None,
+        *,
+        dense_attention: bool = False,
+        shards: Shards = ALONE,
     ):
         """Describes the model of `config`.
 
@@ -71,10 +81,13 @@ class Decoder:
             implementation: passed to every operation; None lets each pick.
             dense_attention: full-attention layers attend all visible keys even where the config has an indexer, which
                 is then left unused: what it learns from before it selects.
+            shards: the devices that share the work; then the methods take and return what one of them holds (see
+                `kimi_jax.parallel.MeshDecoder`, which cuts whole arrays for them).
         """
         self.config = config
         self.implementation = implementation
         self.dense_attention = dense_attention
+        self.shards = shards
         self.kinds = config.layer_kinds()
         self.plan = plan(self.kinds)
         layers_of = {
@@ -109,6 +122,14 @@ class Decoder:
             self.specs["output_residual"] = specs_of(self.output_residual)
 
     # Whole calls
+
+    def allocate(self, batch: int, capacity: int, dtype: DTypeLike = jnp.bfloat16) -> Cache:
+        """An empty cache (see `Cache.allocate`)."""
+        return Cache.allocate(self.config, batch, capacity, dtype)
+
+    def everywhere(self, tree: Tree) -> Tree:
+        """Inside `jax.jit`: small arrays as they are to lie on every device; on one device, as they are."""
+        return tree
 
     def logits(
         self,
@@ -147,7 +168,7 @@ class Decoder:
         """
         if segment_ids is not None and lengths is not None:
             raise ValueError("give lengths or segment_ids, not both: padding of packed rows has segment id -1.")
-        rows = fresh_rows(token_ids, lengths, segment_ids)
+        rows = fresh_rows(token_ids, lengths, segment_ids, self.shards)
         embedded = self._embed(params, token_ids)
         partial, bank, outputs = self._differentiable_layers(params, embedded, rows, observer or Observer())
         return self._final(params, partial, bank), self._observed(outputs)
@@ -156,6 +177,16 @@ class Decoder:
         """Logits of hidden states, float32."""
         weight = params["embed"] if self.config.tie_word_embeddings else params["head"]
         return linear(hidden, weight, out=at_least_float32(hidden))
+
+    def gradients(self, loss: Loss, params: Params, part: Any) -> tuple[Params, Any]:
+        """Gradients of a loss, and what else it returns.
+
+        Args:
+            loss: (decoder, params, part) -> (a sum over tokens, a tree of other sums over tokens).
+            params: what to differentiate by.
+            part: pytree of arrays [B, T] and scalars.
+        """
+        return jax.grad(lambda params: loss(self, params, part), has_aux=True)(params)
 
     def prefill(
         self,
@@ -179,15 +210,26 @@ class Decoder:
             (logits float32, cache with the new tokens).
 
         Raises:
-            ValueError: more rows or more new tokens than the cache could ever hold.
+            ValueError: other rows than the cache has, or more new tokens than it could ever hold.
         """
-        lengths, rows = further_rows(token_ids, cache, lengths)
+        check_room(token_ids.shape[1], cache.capacity)
+        return self.run_prefill(params, token_ids, cache, lengths, all_logits)
+
+    def run_prefill(
+        self,
+        params: Params,
+        token_ids: Int[Array, "B T"],
+        cache: Cache,
+        lengths: Int[Array, " B"] | None,
+        all_logits: bool,
+    ) -> tuple[Float[Array, "B *T V"], Cache]:
+        """`prefill` on what one device holds."""
+        lengths, rows = further_rows(token_ids, cache, lengths, self.shards)
         stream, cache, _ = self._cached_layers(params, token_ids, rows, cache, Observer())
         partial, bank = stream.partial, stream.bank
         if not all_logits:
-            last = jnp.maximum(lengths - 1, 0)[:, None, None]
-            partial = jnp.take_along_axis(partial, last, axis=1)
-            bank = None if bank is None else jnp.take_along_axis(bank, last[None], axis=2)
+            partial = self.shards.last_token(partial, lengths)
+            bank = None if bank is None else self.shards.last_token(bank, lengths)
         logits = self.head(params, self._final(params, partial, bank))
         return (logits if all_logits else logits[:, 0]), cache.advance(lengths)
 
@@ -205,8 +247,20 @@ class Decoder:
             [blocks, B, T, D], `experts` and `expert_weights` [MoE layers, B, T, k], `index_scores`
             [MLA layers, B, T, S] and `selected` [MLA layers, B, T, top_k], as far as the model has them; cache).
         """
-        lengths, rows = further_rows(token_ids, cache, lengths)
-        stream, cache, outputs = self._cached_layers(params, token_ids, rows, cache, Trace())
+        check_room(token_ids.shape[1], cache.capacity)
+        return self.run_trace(params, token_ids, cache, lengths, Trace())
+
+    def run_trace(
+        self,
+        params: Params,
+        token_ids: Int[Array, "B T"],
+        cache: Cache,
+        lengths: Int[Array, " B"] | None,
+        observer: Observer,
+    ) -> tuple[dict[str, Array], Cache]:
+        """`trace` on what one device holds, with what an observer sees."""
+        lengths, rows = further_rows(token_ids, cache, lengths, self.shards)
+        stream, cache, outputs = self._cached_layers(params, token_ids, rows, cache, observer)
         hidden = self._final(params, stream.partial, stream.bank)
         found = {"logits": self.head(params, hidden), "final_hidden": hidden} | self._observed(outputs)
         if stream.bank is not None:
@@ -216,7 +270,7 @@ class Decoder:
     # Parts
 
     def _embed(self, params: Params, token_ids: Int[Array, "B T"], dtype: Any = None) -> Float[Array, "B T D"]:
-        rows = params["embed"][token_ids]
+        rows = self.shards.embed(params["embed"], token_ids)
         return rows if dtype is None else rows.astype(dtype)
 
     def _final(
@@ -276,7 +330,7 @@ class Decoder:
         mixer = bind(self.stacks[kind.mixer], weights["mixer"])
         run_mixer = self._kda if kind.mixer == "kda" else self._mla
         mixed, cache, found = run_mixer(mixer, index.mixer, x, rows, cache, observer)
-        partial = partial + mixed
+        partial = partial + self.shards.total(mixed)
 
         h = partial
         if size is not None and bank is not None:
@@ -286,10 +340,10 @@ class Decoder:
         x = block.post_attention_norm(h)
         ffn = bind(self.stacks[kind.ffn], weights["ffn"])
         if kind.ffn == "dense":
-            mixed = ffn(x)
+            mixed = self.shards.total(ffn(x))
         else:
             stack = self._expert_stack(weights["experts"], expert_offset)
-            mixed, routing = ffn(x, stack, rows.positions >= 0, self.implementation)
+            mixed, routing = ffn(x, stack, rows.positions >= 0, self.implementation, self.shards)
             found |= observer.moe(ffn, routing, rows)
         partial = partial + mixed
         return Stream(partial, bank, cache), seen | found | observer.layer(partial)
@@ -298,7 +352,7 @@ class Decoder:
         self, mixer: Any, index: Any, x: Array, rows: Rows, cache: Cache | None, observer: Observer
     ) -> tuple[Array, Cache | None, Observed]:
         state = None if cache is None else cache.read_kda(index)
-        out, state = mixer(x, state, rows.lengths, rows.segment_ids, self.implementation)
+        out, state = mixer(x, state, rows.lengths, rows.segment_ids, self.implementation, self.shards)
         return out, None if cache is None else cache.write_kda(index, state), observer.kda(mixer, x)
 
     def _mla(
@@ -306,7 +360,8 @@ class Decoder:
     ) -> tuple[Array, Cache | None, Observed]:
         queries, keys = mixer.project(x)
         if cache is not None:
-            cache = cache.write_keys(index, keys, rows.positions)
+            new, positions = self.shards.new_keys(keys, rows.positions)
+            cache = cache.write_keys(index, new, self.shards.places(positions, cache.capacity))
             keys = cache.read_keys(index)
         out, selected = mixer.attend(
             x,
@@ -315,8 +370,10 @@ class Decoder:
             rows.positions,
             rows.segment_ids,
             dense=self.dense_attention,
+            cached=cache is not None,
             return_indices=observer.wants_selection and self.config.dsa is not None and not self.dense_attention,
             implementation=self.implementation,
+            shards=self.shards,
         )
         return out, cache, observer.mla(mixer, queries, keys, rows, selected)
 
@@ -327,7 +384,7 @@ class Decoder:
     ) -> tuple[Stream, Cache, list[list[Observed]]]:
         def step(kind: LayerKind, stream: Stream, index: LayerIndex, _: None) -> tuple[Stream, Observed]:
             weights = self._weights(params, kind, index)
-            offset = index.ffn * self.config.moe.num_experts
+            offset = index.ffn * _experts_here(params)
             return self._layer(kind, index, weights, offset, stream, rows, observer)
 
         x = self._embed(params, token_ids, cache.latent.dtype)
@@ -348,7 +405,7 @@ class Decoder:
         def forward(layer_params: Params, x: Array, rows: Rows, keep: bool) -> tuple[tuple, list[list[Tree]]]:
             def step(kind: LayerKind, stream: Stream, index: LayerIndex, _: None) -> tuple[Stream, tuple]:
                 weights = self._weights(layer_params, kind, index)
-                offset = index.ffn * self.config.moe.num_experts
+                offset = index.ffn * _experts_here(params)
                 after, found = self._layer(kind, index, weights, offset, stream, rows, observer)
                 return after, (found, stream.partial if keep else None)
 
@@ -403,6 +460,11 @@ class Decoder:
 
         layers.defvjp(layers_fwd, layers_bwd)
         return layers(layer_params, x, rows)
+
+
+def _experts_here(params: Params) -> int:
+    """Routed experts of a layer that this device holds."""
+    return params["experts"]["down"].shape[1] if "experts" in params else 0
 
 
 def _spec(declared: nnx.Param) -> ParamSpec:

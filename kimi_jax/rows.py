@@ -5,6 +5,7 @@ from jaxtyping import Array, Int
 
 from kimi_jax.cache import Cache
 from kimi_jax.pytree import pytree
+from kimi_jax.shards import ALONE, Shards
 
 
 @pytree
@@ -26,9 +27,10 @@ def fresh_rows(
     token_ids: Int[Array, "B T"],
     lengths: Int[Array, " B"] | None,
     segment_ids: Int[Array, "B T"] | None,
+    shards: Shards = ALONE,
 ) -> Rows:
     """Rows of whole sequences, without earlier tokens."""
-    steps = jnp.arange(token_ids.shape[1], dtype=jnp.int32)
+    steps = shards.first_token(token_ids.shape[1]) + jnp.arange(token_ids.shape[1], dtype=jnp.int32)
     valid = jnp.ones(token_ids.shape, bool)
     if segment_ids is not None:
         valid = segment_ids >= 0
@@ -38,17 +40,23 @@ def fresh_rows(
 
 
 def further_rows(
-    token_ids: Int[Array, "B T"], cache: Cache, lengths: Int[Array, " B"] | None
+    token_ids: Int[Array, "B T"], cache: Cache, lengths: Int[Array, " B"] | None, shards: Shards = ALONE
 ) -> tuple[Int[Array, " B"], Rows]:
     """(valid new tokens of each row, the rows), for tokens that follow those in the cache.
 
     Raises:
-        ValueError: more rows or more new tokens than the cache could ever hold.
+        ValueError: other rows than the cache has.
     """
     batch, tokens = token_ids.shape
     if batch != cache.batch:
         raise ValueError(f"token_ids has {batch} rows, the cache {cache.batch}: they must be equal.")
-    if tokens > cache.capacity:
-        raise ValueError(f"{tokens} new tokens a row don't fit a cache of capacity {cache.capacity}.")
     lengths = jnp.full(batch, tokens, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
-    return lengths, Rows(cache.positions(lengths, tokens), lengths, None)
+    steps = shards.first_token(tokens) + jnp.arange(tokens, dtype=jnp.int32)
+    positions = jnp.where(steps < lengths[:, None], cache.lengths[:, None] + steps, -1)
+    return lengths, Rows(positions, lengths, None)
+
+
+def check_room(tokens: int, capacity: int) -> None:
+    """Raises a ValueError where a call has more new tokens than a cache could ever hold."""
+    if tokens > capacity:
+        raise ValueError(f"{tokens} new tokens a row don't fit a cache of capacity {capacity}.")

@@ -7,29 +7,36 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kimi_jax.params import ParamSpec
 
 MESH_AXES: Mapping[str, str] = {
-    "data": "copies of the model that see different rows of a batch",
-    "fsdp": "parameters split along the model's width, gathered where they're used",
-    "expert": "routed experts",
-    "tensor": "heads, inner widths of MLPs, vocabulary",
+    "data": "rows of a batch; each device along it has a copy of the model",
+    "context": "tokens of a row, and the places of its cache",
+    "expert": "routed experts; and rows of a batch, or tokens of a row where there aren't enough rows",
+    "tensor": "heads, inner widths of MLPs, vocabulary; and routed experts, together with `expert`",
 }
-"""Axes that a mesh may have and what they split; one that a mesh lacks splits nothing."""
+"""Axes that a mesh may have and what they split, in the order of a mesh's devices: neighbours along the last one talk most.
 
-RULES: Mapping[str, str | None] = {
+One that a mesh lacks splits nothing.
+"""
+
+Rule = str | tuple[str, ...] | None
+"""The mesh axis of a logical axis, several that split it together, or None: not split."""
+
+RULES: Mapping[str, Rule] = {
     "layers": None,
     "vocab": "tensor",
-    "embed": "fsdp",
+    "embed": None,
     "heads": "tensor",
     "mlp": "tensor",
-    "experts": "expert",
-    "expert_mlp": "tensor",
-    "expert_embed": "fsdp",
+    "experts": ("expert", "tensor"),
+    "expert_mlp": None,
+    "expert_embed": None,
 }
-"""The mesh axis of each logical axis of a parameter; None: not split."""
+"""The mesh axes of each logical axis of a parameter."""
 
 # Where the sizes of logical axes come from, by the first part of a parameter's path where that matters.
 _FIELDS: Mapping[str, str | Mapping[str, str]] = {
@@ -48,7 +55,7 @@ class ShardingError(ValueError):
     """A mesh can't hold the model; the message names the config field and the mesh axis."""
 
 
-def partition(spec: ParamSpec, mesh: Mapping[str, int], rules: Mapping[str, str | None] = RULES) -> PartitionSpec:
+def partition(spec: ParamSpec, mesh: Mapping[str, int], rules: Mapping[str, Rule] = RULES) -> PartitionSpec:
     """How a parameter is split on a mesh with these axes.
 
     Raises:
@@ -60,21 +67,27 @@ def partition(spec: ParamSpec, mesh: Mapping[str, int], rules: Mapping[str, str 
             f"rules have no entry for the logical axis {unknown[0]!r} of {spec.names[0]}; give it one, None for an axis "
             "that isn't split."
         )
-    named = [None if axis is None else rules[axis] for axis in spec.axes]
-    used = [axis if axis in mesh else None for axis in named]
-    taken = [axis for axis in used if axis is not None]
+    named = [_axes(None if axis is None else rules[axis]) for axis in spec.axes]
+    used = [tuple(axis for axis in axes if axis in mesh) for axes in named]
+    taken = [axis for axes in used for axis in axes]
     if len(set(taken)) < len(taken):
         raise ShardingError(
             f"rules give one mesh axis to two axes of {spec.names[0]}: {dict(zip(spec.axes, named, strict=True))}."
         )
-    return PartitionSpec(*used)
+    return PartitionSpec(*(axes[0] if len(axes) == 1 else (axes or None) for axes in used))
+
+
+def _axes(rule: Rule) -> tuple[str, ...]:
+    if rule is None:
+        return ()
+    return (rule,) if isinstance(rule, str) else rule
 
 
 def shard_shape(
     path: str,
     spec: ParamSpec,
     mesh: Mapping[str, int],
-    rules: Mapping[str, str | None] = RULES,
+    rules: Mapping[str, Rule] = RULES,
     shape: tuple[int, ...] | None = None,
 ) -> tuple[int, ...]:
     """The part of a parameter that one device of a mesh holds.
@@ -92,21 +105,35 @@ def shard_shape(
     shape = spec.shape if shape is None else shape
     result = []
     for axis, split, size in zip(spec.axes, partition(spec, mesh, rules), shape, strict=True):
-        count = 1 if split is None else mesh[split]
+        axes = _axes(split)
+        count = math.prod(mesh[name] for name in axes)
         if size % count:
+            packed = "" if shape == spec.shape else " as it is packed"
             raise ShardingError(
-                f"{config_field(path, axis)} doesn't allow {split}={count}: {path} has {size} along its axis {axis!r}"
-                f"{'' if shape == spec.shape else ' as it is packed'}, which isn't a multiple of {count}."
+                f"{config_field(path, axis)} doesn't allow {_spelled(axes, mesh)}: {path} has {size} along its axis "
+                f"{axis!r}{packed}, which isn't a multiple of {count}. {_legal(axes, size)}"
             )
         result.append(size // count)
     return tuple(result)
+
+
+def _spelled(axes: tuple[str, ...], mesh: Mapping[str, int]) -> str:
+    return " times ".join(f"{name}={mesh[name]}" for name in axes)
+
+
+def _legal(axes: tuple[str, ...], size: int) -> str:
+    divisors = [n for n in range(1, size + 1) if size % n == 0]
+    shown = ", ".join(map(str, divisors[:12])) + (", ..." if len(divisors) > 12 else "")
+    product = " times ".join(axes)
+    others = [name for name in MESH_AXES if name not in axes]
+    return f"{product} may be {shown}; more devices than that go to {' or '.join(others)}."
 
 
 def named_sharding(
     path: str,
     spec: ParamSpec,
     mesh: Mesh,
-    rules: Mapping[str, str | None] = RULES,
+    rules: Mapping[str, Rule] = RULES,
     shape: tuple[int, ...] | None = None,
 ) -> NamedSharding:
     """The sharding of a parameter (or of its packed part of `shape`) on a mesh.
@@ -158,3 +185,37 @@ def config_field(path: str, axis: str | None) -> str:
     """The config field that an axis of a parameter has its size from."""
     field: Any = _FIELDS.get(axis or "", axis)
     return str(field if isinstance(field, str) else field.get(path.split(".")[0], axis))
+
+
+def make_mesh(sizes: Mapping[str, int]) -> Mesh:
+    """A mesh of the first devices with these sizes of axes, neighbours on fast links.
+
+    Raises:
+        ShardingError: an unknown axis, a size below 1, or more devices than there are.
+    """
+    unknown = [axis for axis in sizes if axis not in MESH_AXES]
+    if unknown or min(sizes.values(), default=1) < 1:
+        raise ShardingError(f"mesh={dict(sizes)}; its axes must be some of {', '.join(MESH_AXES)}, of sizes from 1 on.")
+    shape = tuple(sizes.get(axis, 1) for axis in MESH_AXES)
+    count, there = math.prod(shape), jax.devices()
+    if count > len(there):
+        raise ShardingError(
+            f"mesh={dict(sizes)} needs {count} devices; there are {len(there)} ({there[0].device_kind})."
+        )
+    kinds = (AxisType.Auto,) * len(shape)
+    return jax.make_mesh(shape, tuple(MESH_AXES), axis_types=kinds, devices=there[:count])
+
+
+def complete(mesh: Mesh) -> Mesh:
+    """The same devices with all axes of `MESH_AXES`, in their order; axes that were missing have size 1.
+
+    Raises:
+        ShardingError: the mesh has an axis of another name, or its axes are in another order.
+    """
+    known = [axis for axis in MESH_AXES if axis in mesh.axis_names]
+    if list(mesh.axis_names) != known:
+        raise ShardingError(
+            f"mesh axes {tuple(mesh.axis_names)} aren't legal; they must be some of {tuple(MESH_AXES)}, in this order."
+        )
+    shape = [mesh.shape.get(axis, 1) for axis in MESH_AXES]
+    return Mesh(mesh.devices.reshape(shape), tuple(MESH_AXES), axis_types=(AxisType.Auto,) * len(shape))

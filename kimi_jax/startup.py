@@ -15,7 +15,7 @@ from kimi_jax.checkpoint.locate import packed_shapes
 from kimi_jax.compile_cache import jax_setting
 from kimi_jax.model import Decoder
 from kimi_jax.params import Params, ParamSpec, is_spec, named_specs
-from kimi_jax.sharding import RULES, shard_shape
+from kimi_jax.sharding import RULES, Rule, shard_shape
 from pallas_kernels.dispatch import Choice, noted_choices
 from pallas_kernels.mxfp4 import Mxfp4
 from pallas_kernels.precision import at_least_float32
@@ -26,7 +26,7 @@ _ACCELERATORS = {"nvidia[0-9]*": "an NVIDIA GPU", "accel[0-9]*": "a TPU"}
 
 
 def describe(
-    decoder: Decoder, dtype: DTypeLike, mesh: Mapping[str, int] | None, rules: Mapping[str, str | None] = RULES
+    decoder: Decoder, dtype: DTypeLike, mesh: Mapping[str, int] | None, rules: Mapping[str, Rule] = RULES
 ) -> str:
     """One line: the model, its devices, bytes on each, and which implementation each operation will run, and why.
 
@@ -46,9 +46,7 @@ def describe(
     )
 
 
-def device_bytes(
-    decoder: Decoder, dtype: DTypeLike, mesh: Mapping[str, int], rules: Mapping[str, str | None] = RULES
-) -> int:
+def device_bytes(decoder: Decoder, dtype: DTypeLike, mesh: Mapping[str, int], rules: Mapping[str, Rule] = RULES) -> int:
     """Bytes of parameters on one device.
 
     Raises:

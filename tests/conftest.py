@@ -1,4 +1,4 @@
-"""Shapes and dtypes of annotated functions are checked while tests run, and nothing is written to the user's folders."""
+"""Eight CPU devices; shapes and dtypes of annotated functions are checked; nothing is written to the user's folders."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,6 +6,9 @@ from pathlib import Path
 import jax
 import pytest
 from jaxtyping import install_import_hook
+
+# Meshes need devices; a program that names none runs on the first of them, as it would with one.
+jax.config.update("jax_num_cpu_devices", 8)
 
 install_import_hook(["kimi_jax", "pallas_kernels"], "beartype.beartype")
 

@@ -19,7 +19,7 @@ from kimi_jax.checkpoint.progress import amount
 from kimi_jax.config import KimiConfig
 from kimi_jax.model import Decoder
 from kimi_jax.params import ParamSpec, named_specs
-from kimi_jax.sharding import RULES, num_devices, shard_shape
+from kimi_jax.sharding import RULES, Rule, num_devices, shard_shape
 
 _LISTED = 20
 
@@ -136,7 +136,7 @@ def inspect(
     directory: str | os.PathLike[str],
     *,
     mesh: Mapping[str, int] | None = None,
-    rules: Mapping[str, str | None] = RULES,
+    rules: Mapping[str, Rule] = RULES,
 ) -> Inspection:
     """Looks at a checkpoint's config, headers and records.
 
@@ -242,7 +242,7 @@ def _device_bytes(
     named: Mapping[str, ParamSpec],
     located: Mapping[str, list[Located]],
     mesh: Mapping[str, int],
-    rules: Mapping[str, str | None],
+    rules: Mapping[str, Rule],
 ) -> int:
     """Bytes of the decoder's parameters on a device, in the types in which they're loaded unless others are asked for."""
     total = 0

@@ -29,7 +29,7 @@ from kimi_jax.checkpoint.values import NAN_SCALE, dequantize_fp8, empty, has_nan
 from kimi_jax.checkpoint.verify import verify as verify_checkpoint
 from kimi_jax.model import Decoder
 from kimi_jax.params import Params, ParamSpec, is_spec, named_specs
-from kimi_jax.sharding import RULES, named_sharding
+from kimi_jax.sharding import RULES, Rule, named_sharding
 from pallas_kernels.mxfp4 import Mxfp4
 from pallas_kernels.precision import at_least_float32
 
@@ -46,7 +46,7 @@ def load_params(
     dtype: DTypeLike,
     *,
     mesh: Mesh | None = None,
-    rules: Mapping[str, str | None] | None = None,
+    rules: Mapping[str, Rule] | None = None,
     verify: bool = False,
     bytes_in_flight: int = BYTES_IN_FLIGHT,
 ) -> Params:
@@ -139,7 +139,7 @@ class _Source(Protocol):
 
 
 def _targets(
-    path: str, spec: ParamSpec, packed: bool, dtype: DTypeLike, mesh: Mesh | None, rules: Mapping[str, str | None]
+    path: str, spec: ParamSpec, packed: bool, dtype: DTypeLike, mesh: Mesh | None, rules: Mapping[str, Rule]
 ) -> list[_Target]:
     def target(part: Part, shape: tuple[int, ...], kind: DTypeLike) -> _Target:
         sharding = None if mesh is None else named_sharding(path, spec, mesh, rules, shape)

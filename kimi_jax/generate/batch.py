@@ -3,6 +3,7 @@
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -31,6 +32,8 @@ PREFILL_TOKENS = 4096
 STEPS = 64
 # How long a call should run when somebody waits for the tokens, or a stop string may end them.
 PACE_SECONDS = 0.05
+# The same where several processes run one model.
+SHARED_STEPS = 8
 # Stop tokens are padded to a multiple of this, so that their number seldom matters to a program.
 STOP_IDS = 8
 
@@ -46,14 +49,19 @@ class Runner:
 
     def __init__(self, decoder: Decoder, dtype: DTypeLike, programs: Programs):
         self.config = decoder.config
+        self.allocate = partial(decoder.allocate, dtype=dtype)
         self.dtype = dtype
         self.programs = programs
 
         def advance(params: Params, cache: Cache, progress: loop.Progress, *rest: Array, **static: Any) -> Any:
-            return loop.advance(decoder, params, cache, progress, *rest, **static)
+            cache, progress, emitted = loop.advance(decoder, params, cache, progress, *rest, **static)
+            return cache, *decoder.everywhere((progress, emitted))
+
+        def begin(*args: Any, **static: Any) -> Any:
+            return decoder.everywhere(loop.begin(*args, **static))
 
         self.prefill = programs.add(decoder.prefill, "prefill", donate_argnames="cache")
-        self.begin = programs.add(loop.begin, "begin", static_argnames="top_logprobs")
+        self.begin = programs.add(begin, "begin", static_argnames="top_logprobs")
         self.advance = programs.add(
             advance, "advance", static_argnames=("size", "top_logprobs"), donate_argnames=("cache", "progress")
         )
@@ -175,7 +183,7 @@ class Batch:
         lengths = np.array([len(row) for row in rows], np.int32)
         longest = int(lengths.max())
         places = min(capacity(longest, max_new_tokens), config.max_position_embeddings)
-        cache = Cache.allocate(config, len(rows), places, self._runner.dtype)
+        cache = self._runner.allocate(len(rows), places)
         logits = None
         for first in range(0, longest, PREFILL_TOKENS):
             piece = [row[first : first + PREFILL_TOKENS] for row in rows]
@@ -210,7 +218,10 @@ class _Pace:
 
     def adapt(self, steps: int, seconds: float) -> None:
         """Learns from a call that made `steps` in `seconds`; the pace at most doubles."""
-        if self._paced and steps:
+        if jax.process_count() > 1:
+            # Processes' clocks differ, and they must all make the same calls.
+            self.steps = min(2 * self.steps, SHARED_STEPS) if self._paced else STEPS
+        elif self._paced and steps:
             fitting = int(PACE_SECONDS * steps / max(seconds, 1e-9))
             self.steps = min(max(1, fitting), 2 * self.steps, STEPS)
 

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from kimi_jax.generate.sampling import Integer, Number, SamplingParams
+from kimi_jax.parallel.hosts import agreed
 from kimi_jax.pytree import pytree
 from kimi_jax.text.shown import shown
 
@@ -68,7 +69,7 @@ class Sampler:
         for row, prompt in zip(in_prompt, prompts, strict=True):
             row[prompt] = True
         return Sampler(
-            keys=jnp.asarray(np.array([_raw_key(request.seed) for request in requests])),
+            keys=jnp.asarray(agreed(np.array([_raw_key(request.seed) for request in requests]))),
             temperature=_column(temperatures),
             top_k=jnp.asarray(np.array(top_k, np.int32)),
             top_p=_column([request.top_p for request in requests]),

@@ -10,10 +10,10 @@ from jaxtyping import Array, Float, Int
 from kimi_jax.config import KimiConfig
 from kimi_jax.modules.linear import linear
 from kimi_jax.params import param
+from kimi_jax.shards import ALONE, Shards
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.kda import gate, kda, l2_normalize
+from pallas_kernels.kda import gate, l2_normalize
 from pallas_kernels.precision import at_least_float32
-from pallas_kernels.short_conv import short_conv
 
 
 class KdaState(NamedTuple):
@@ -69,6 +69,7 @@ class KimiDeltaAttention(nnx.Module):
         lengths: Int[Array, " B"] | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         implementation: Implementation | None = None,
+        shards: Shards = ALONE,
     ) -> tuple[Float[Array, "B T D"], KdaState]:
         """Runs T new tokens on `state` (None: a fresh one).
 
@@ -78,14 +79,15 @@ class KimiDeltaAttention(nnx.Module):
             lengths: valid tokens of each row; None: all T.
             segment_ids: ids of packed sequences; each starts from a fresh state.
             implementation: of the operations; None picks.
+            shards: the devices that share the work; heads of the others are missing from the output.
 
         Returns:
             (output, state after each row's last valid token).
         """
         batch, tokens, hidden = x.shape
-        heads, width = self.config.kda.num_heads, self.config.kda.head_dim
+        heads, width = self.dt_bias.shape
         projected = linear(x, self.qkv[...].reshape(-1, hidden))
-        mixed, tail = short_conv(
+        mixed, tail = shards.short_conv(
             projected,
             self.conv[...].reshape(projected.shape[-1], -1),
             tail=None if state is None else state.conv_tail,
@@ -95,7 +97,7 @@ class KimiDeltaAttention(nnx.Module):
         )
         q, k, v = (mixed.reshape(batch, tokens, 3, heads, width)[:, :, i] for i in range(3))
         decay, beta = self.gates(x)
-        result = kda(
+        result = shards.kda(
             l2_normalize(q),
             l2_normalize(k),
             v,
@@ -113,7 +115,7 @@ class KimiDeltaAttention(nnx.Module):
 
     def gates(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
         """(log decay of each key channel, strength of the write) of each token; float32 or better."""
-        heads, width = self.config.kda.num_heads, self.config.kda.head_dim
+        heads, width = self.dt_bias.shape
         raw = linear(linear(x, self.decay_down[...]), self.decay_up[...]).reshape(*x.shape[:2], heads, width)
         decay = gate(raw, self.A_log[...], self.dt_bias[...], self.config.kda.gate_lower_bound)
         return decay, jax.nn.sigmoid(linear(x, self.beta[...]).astype(at_least_float32(x)))

@@ -10,9 +10,9 @@ from kimi_jax.config import KimiConfig
 from kimi_jax.modules.linear import linear
 from kimi_jax.modules.norm import LayerNorm, RMSNorm
 from kimi_jax.params import param
+from kimi_jax.shards import ALONE, Shards
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.precision import at_least_float32
-from pallas_kernels.sparse_mla import dense_mla, dsa_mla
 
 
 class MlaKeys(NamedTuple):
@@ -116,8 +116,10 @@ class MultiHeadLatentAttention(nnx.Module):
         segment_ids: Int[Array, "B T"] | None = None,
         *,
         dense: bool = False,
+        cached: bool = False,
         return_indices: bool = False,
         implementation: Implementation | None = None,
+        shards: Shards = ALONE,
     ) -> tuple[Float[Array, "B T D"], Int[Array, "B T k"] | None]:
         """Causal attention of the new tokens over `keys` (their own included), output gate and projection.
 
@@ -128,8 +130,10 @@ class MultiHeadLatentAttention(nnx.Module):
             q_positions: each new token's own place among the keys; -1 for padding.
             segment_ids: ids of packed sequences.
             dense: attend all visible keys, whatever the indexer thinks of them.
+            cached: `keys` are a cache, and not those of the new tokens alone.
             return_indices: also return the selected positions (sparse layers only).
             implementation: of the operations; None picks.
+            shards: the devices that share the work; heads of the others are missing from the output.
         """
         mla, dsa = self.config.mla, self.config.dsa
         up = self.key_value_up[...].astype(x.dtype)
@@ -138,7 +142,7 @@ class MultiHeadLatentAttention(nnx.Module):
         index_q, index_k, index_w = queries.index_q, keys.index_key, queries.index_w
         indices = None
         if dense or dsa is None or index_q is None or index_k is None or index_w is None:
-            out = dense_mla(
+            out = shards.dense_mla(
                 queries.q,
                 keys.latent,
                 w_uk,
@@ -146,10 +150,11 @@ class MultiHeadLatentAttention(nnx.Module):
                 q_positions=q_positions,
                 segment_ids=segment_ids,
                 scale=scale,
+                cached=cached,
                 implementation=implementation,
             )
         else:
-            result = dsa_mla(
+            result = shards.dsa_mla(
                 index_q,
                 index_k,
                 index_w,
@@ -161,6 +166,7 @@ class MultiHeadLatentAttention(nnx.Module):
                 q_positions=q_positions,
                 segment_ids=segment_ids,
                 scale=scale,
+                cached=cached,
                 return_indices=return_indices,
                 implementation=implementation,
             )

@@ -1,43 +1,19 @@
 """Mixture of experts: router, routed experts through the grouped matmul, latent width, shared experts."""
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from kimi_jax.config import KimiConfig, MoeConfig
+from kimi_jax.modules.experts import ExpertStack, Routing
 from kimi_jax.modules.linear import linear
 from kimi_jax.modules.mlp import MLP, GatedActivation
 from kimi_jax.modules.norm import RMSNorm
 from kimi_jax.params import param
+from kimi_jax.shards import ALONE, Shards
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.grouped_matmul import grouped_matmul
-from pallas_kernels.mxfp4 import Mxfp4
 from pallas_kernels.precision import at_least_float32, einsum
-
-
-class Routing(NamedTuple):
-    """The experts of every token and their weights, both [M, k], out of the scores [M, E] of all experts."""
-
-    experts: Int[Array, "M k"]
-    weights: Float[Array, "M k"]
-    scores: Float[Array, "M E"]
-
-
-class ExpertStack(NamedTuple):
-    """Routed experts of one or of all layers.
-
-    Attributes:
-        gate_up: [G, 2·F, D], each expert's gate rows, then its up rows.
-        down: [G, D, F].
-        offset: group of the first expert of the layer that is being run.
-    """
-
-    gate_up: Float[Array, "G F D"] | Mxfp4
-    down: Float[Array, "G D F"] | Mxfp4
-    offset: Int[Array, ""] | int
 
 
 def route(scores: Float[Array, "M E"], correction_bias: Float[Array, " E"], config: MoeConfig) -> Routing:
@@ -65,35 +41,6 @@ def route(scores: Float[Array, "M E"], correction_bias: Float[Array, " E"], conf
     if config.renormalize:
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
     return Routing(experts, weights * config.routed_scaling_factor, scores)
-
-
-def run_experts(
-    x: Float[Array, "M D"],
-    routing: Routing,
-    valid: Bool[Array, " M"],
-    stack: ExpertStack,
-    num_experts: int,
-    activation: GatedActivation,
-    implementation: Implementation | None = None,
-) -> Float[Array, "M D"]:
-    """Σ_e w_e · E_e(x) over each token's experts, summed in float32; rows that aren't valid come back 0.
-
-    Assignments are sorted by expert, run as two grouped products, and put back in place, so each token's sum runs over
-    its experts in one fixed order whatever else is in the batch. Tokens that aren't valid come after the last group.
-    """
-    tokens, per_token = routing.experts.shape
-    expert_of = jnp.where(valid[:, None], routing.experts, num_experts).reshape(-1)
-    order = jnp.argsort(expert_of, stable=True)
-    group_sizes = jnp.bincount(expert_of, length=num_experts)
-    rows = x[order // per_token]
-    hidden = grouped_matmul(rows, stack.gate_up, group_sizes, group_offset=stack.offset, implementation=implementation)
-    width = hidden.shape[-1] // 2
-    inner = activation(hidden[:, :width], hidden[:, width:])
-    outputs = grouped_matmul(inner, stack.down, group_sizes, group_offset=stack.offset, implementation=implementation)
-    place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype))
-    by_token = outputs[place].reshape(tokens, per_token, -1)
-    weights = jnp.where(valid[:, None], routing.weights, 0)
-    return einsum("mkd,mk->md", by_token.astype(weights.dtype), weights, out=x.dtype)
 
 
 class Experts(nnx.Module):
@@ -143,6 +90,7 @@ class MixtureOfExperts(nnx.Module):
         experts: ExpertStack,
         valid: Bool[Array, "B T"],
         implementation: Implementation | None = None,
+        shards: Shards = ALONE,
     ) -> tuple[Float[Array, "B T D"], Routing]:
         """Returns the block's output and the routing (B·T rows).
 
@@ -156,10 +104,10 @@ class MixtureOfExperts(nnx.Module):
         routing = route(jax.nn.sigmoid(logits), self.correction_bias[...], moe)
 
         inner = rows if moe.latent_size is None else linear(rows, self.latent_down[...])
-        mixed = run_experts(
+        mixed = shards.experts(
             inner, routing, valid.reshape(-1), experts, moe.num_experts, self.activation, implementation
         )
         if moe.latent_size is not None:
             mixed = linear(self.latent_norm(mixed) if moe.latent_norm else mixed, self.latent_up[...])
         mixed = mixed.reshape(x.shape)
-        return (mixed + self.shared(x) if moe.num_shared_experts else mixed), routing
+        return (mixed + shards.total(self.shared(x)) if moe.num_shared_experts else mixed), routing

@@ -46,9 +46,7 @@ def token_losses(
     @jax.checkpoint
     def of_block(block: tuple[Array, Array]) -> Array:
         hidden, tokens = block
-        logits = decoder.head(params, hidden[None])[0]
-        chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
-        return jax.nn.logsumexp(logits, axis=-1) - chosen
+        return decoder.shards.surprise(decoder.head(params, hidden[None])[0], tokens)
 
     rows = jnp.pad(rows, [(0, padding), (0, 0)]).reshape(blocks, size, -1)
     tokens = jnp.pad(tokens, [(0, padding)]).reshape(blocks, size)

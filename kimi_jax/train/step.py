@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kimi_jax.model import Decoder
 from kimi_jax.params import Params, is_spec
@@ -82,32 +82,27 @@ def make_train_step(
     """
     observer = TrainingObserver(decoder, config.indexer)
 
-    def sums(params: Params, batch: Batch) -> tuple[Array, dict[str, Array]]:
-        """Loss of a micro-batch, and what adds up over micro-batches."""
-        tokens, segments = jnp.asarray(batch.tokens), jnp.asarray(batch.segment_ids)
-        hidden, found = decoder.hidden(
-            _cast(decoder, params, config.dtype), tokens, segment_ids=segments, observer=observer
-        )
-        wanted, counts = targets(batch)
-        losses = token_losses(decoder, params, hidden, wanted)
-        return jnp.sum(jnp.where(counts, losses, 0)), found
+    def loss(decoder: Decoder, params: Params, part: _Part) -> tuple[Array, dict[str, Array]]:
+        """Its share of the loss, and what adds up over parts and devices."""
+        cast = _cast(decoder, params, config.dtype)
+        hidden, found = decoder.hidden(cast, part.tokens, segment_ids=part.segment_ids, observer=observer)
+        losses = token_losses(decoder, params, hidden, part.wanted)
+        language = jnp.sum(jnp.where(part.counts, losses, 0))
+        total = language / jnp.maximum(part.counting, 1) if config.language else jnp.zeros(())
+        if config.indexer is not None:
+            layers = found["indexer_kl"].shape[0]
+            total += config.indexer_weight * jnp.sum(found["indexer_kl"]) / (layers * jnp.maximum(part.present, 1))
+        return total, found | {"language": language}
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         rows = batch.tokens.shape[0]
         if rows % config.micro_batches:
             raise ValueError(f"micro_batches={config.micro_batches} doesn't divide the batch's {rows} rows.")
-        counting = jnp.sum(targets(batch)[1])
-        tokens = jnp.sum(batch.segment_ids >= 0)
-
-        def loss_of(params: Params, part: Batch) -> tuple[Array, dict[str, Array]]:
-            language, found = sums(params, part)
-            loss = language / jnp.maximum(counting, 1) if config.language else jnp.zeros(())
-            if config.indexer is not None:
-                layers = found["indexer_kl"].shape[0]
-                loss += config.indexer_weight * jnp.sum(found["indexer_kl"]) / (layers * jnp.maximum(tokens, 1))
-            return loss, found | {"language": language}
-
-        gradients, found = _accumulate(jax.grad(loss_of, has_aux=True), state.params, batch, config.micro_batches)
+        whole = _Part.of(batch)
+        counting, tokens = whole.counting, whole.present
+        gradients, found = _accumulate(
+            lambda params, part: decoder.gradients(loss, params, part), state.params, whole, config.micro_batches
+        )
         updates, optimizer_state = optimizer.update(gradients, state.optimizer_state, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics = {
@@ -164,15 +159,37 @@ def _cast(decoder: Decoder, params: Params, dtype: DTypeLike) -> Params:
     )
 
 
-def _accumulate(function: Callable[..., Any], params: Params, batch: Batch, parts: int) -> Any:
+@pytree
+class _Part:
+    """A batch or some of its rows: what is read and predicted, and the whole batch's numbers of tokens."""
+
+    tokens: Int[Array, "B T"]
+    segment_ids: Int[Array, "B T"]
+    wanted: Int[Array, "B T"]
+    counts: Bool[Array, "B T"]
+    counting: Int[Array, ""]
+    present: Int[Array, ""]
+
+    @staticmethod
+    def of(batch: Batch) -> "_Part":
+        wanted, counts = targets(batch)
+        segments = jnp.asarray(batch.segment_ids)
+        return _Part(jnp.asarray(batch.tokens), segments, wanted, counts, jnp.sum(counts), jnp.sum(segments >= 0))
+
+
+def _accumulate(function: Callable[..., Any], params: Params, whole: _Part, parts: int) -> Any:
     """Sum of function(params, part) over parts of the batch."""
     if parts == 1:
-        return function(params, batch)
-    split: Batch = jax.tree.map(lambda x: x.reshape(parts, -1, x.shape[1]), batch)
+        return function(params, whole)
+
+    def cut(x: Array) -> Array:
+        return x.reshape(parts, -1, x.shape[1]) if x.ndim else jnp.broadcast_to(x, (parts,))
+
+    split: _Part = jax.tree.map(cut, whole)
     first = jax.tree.map(lambda x: x[0], split)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, params, first))
 
-    def add(total: Any, part: Batch) -> tuple[Any, None]:
+    def add(total: Any, part: _Part) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, function(params, part)), None
 
     return jax.lax.scan(add, zeros, split)[0]

@@ -1,15 +1,39 @@
 """Lightning indexer: scores every visible key with a few small heads and selects the best `top_k` of each query."""
 
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.dispatch import Implementation, always, choose
 from pallas_kernels.lightning_indexer import reference, xla
+from pallas_kernels.lightning_indexer.select import select
 from pallas_kernels.lightning_indexer.validate import check_at_least, check_indexer, check_visibility
 
-__all__ = ["DEFAULT_BUDGET_BYTES", "index_scores", "lightning_indexer"]
+__all__ = [
+    "DEFAULT_BUDGET_BYTES",
+    "Candidates",
+    "best_candidates",
+    "index_candidates",
+    "index_scores",
+    "lightning_indexer",
+]
 
 DEFAULT_BUDGET_BYTES = 256 * 2**20
+
+
+class Candidates(NamedTuple):
+    """The best keys of one part of the keys, with what it takes to compare them with those of other parts.
+
+    Attributes:
+        indices: [B, T, top_k] int32 positions in that part, ascending, padded with -1 at the end.
+        scores: [B, T, top_k] their scores, float32 or better, never NaN: a visible key's NaN or -inf is the lowest
+            finite number. -inf at the padding.
+    """
+
+    indices: Int[Array, "B T C"]
+    scores: Float[Array, "B T C"]
 
 
 def lightning_indexer(
@@ -20,13 +44,14 @@ def lightning_indexer(
     top_k: int,
     q_positions: Int[Array, "B T"],
     segment_ids: Int[Array, "B T"] | None = None,
+    key_segment_ids: Int[Array, "B S"] | None = None,
     budget_bytes: int = DEFAULT_BUDGET_BYTES,
     implementation: Implementation | None = None,
 ) -> Int[Array, "B T {top_k}"]:
     """Positions of the `top_k` keys with the largest scores, exactly.
 
     score(t, s) = sum_h w[t, h] * relu(q[t, h] . k[s]), in float32 or better up to the selection. Key s is visible to
-    query t iff s <= q_positions[t] and, with segments, segment_ids[s] == segment_ids[t] >= 0. Equal scores (-0.0 equals
+    query t iff s <= q_positions[t] and, with segments, key_segment_ids[s] == segment_ids[t] >= 0. Equal scores (-0.0 equals
     +0.0) go to the lowest position; a NaN score loses against every other visible key. Carries no gradient.
 
     Args:
@@ -35,7 +60,8 @@ def lightning_indexer(
         w: head weights, float32 or float64, of either sign.
         top_k: number of keys to select; it may exceed S.
         q_positions: each query's own position among the keys; -1 marks a padding row, which selects nothing.
-        segment_ids: ids of packed sequences, -1 for padding; then T must equal S.
+        segment_ids: ids of the queries' packed sequences, -1 for padding; without key_segment_ids T must equal S.
+        key_segment_ids: those of the keys, where queries are only some of the tokens. None: the same.
         budget_bytes: bound on working memory; queries run in blocks that respect it.
         implementation: "xla", "reference", or None for the best one.
 
@@ -43,7 +69,7 @@ def lightning_indexer(
         int32 positions, ascending, padded with -1 at the end where a query sees fewer than `top_k` keys.
 
     Raises:
-        ValueError: shapes disagree, `top_k` or `budget_bytes` is below 1, or segments come with T != S.
+        ValueError: shapes disagree, `top_k` or `budget_bytes` is below 1, or segments that name both come with T != S.
         TypeError: a dtype is wrong.
         UnsupportedImplementationError: the named implementation can't run.
 
@@ -51,14 +77,70 @@ def lightning_indexer(
     """
     operation = "lightning_indexer"
     check_indexer(operation, q, k, w)
-    check_visibility(operation, q_positions, segment_ids, q.shape[0], q.shape[1], k.shape[1])
+    check_visibility(operation, q_positions, segment_ids, q.shape[0], q.shape[1], k.shape[1], key_segment_ids)
+    key_segment_ids = segment_ids if key_segment_ids is None else key_segment_ids
     check_at_least(operation, 1, top_k=top_k, budget_bytes=budget_bytes)
     q_positions = q_positions.astype(jnp.int32)
     if _choose(operation, implementation) == "reference":
-        return reference.lightning_indexer(q, k, w, top_k=top_k, q_positions=q_positions, segment_ids=segment_ids)
+        return reference.lightning_indexer(
+            q,
+            k,
+            w,
+            top_k=top_k,
+            q_positions=q_positions,
+            segment_ids=segment_ids,
+            key_segment_ids=key_segment_ids,
+        )
     return xla.lightning_indexer(
-        q, k, w, top_k=top_k, q_positions=q_positions, segment_ids=segment_ids, budget_bytes=budget_bytes
+        q,
+        k,
+        w,
+        top_k=top_k,
+        q_positions=q_positions,
+        segment_ids=segment_ids,
+        key_segment_ids=key_segment_ids,
+        budget_bytes=budget_bytes,
     )
+
+
+def index_candidates(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B S K"],
+    w: Float[Array, "B T H"],
+    *,
+    top_k: int,
+    q_positions: Int[Array, "B T"],
+    budget_bytes: int = DEFAULT_BUDGET_BYTES,
+    implementation: Implementation | None = None,
+) -> Candidates:
+    """`lightning_indexer` that also returns the scores of what it selects, for keys that are spread over devices.
+
+    A key among the best `top_k` of all is among the best `top_k` of its part, so `best_candidates` of the joined parts
+    are the exact selection. Arguments and errors are those of `lightning_indexer`.
+    """
+    operation = "index_candidates"
+    check_indexer(operation, q, k, w)
+    check_visibility(operation, q_positions, None, q.shape[0], q.shape[1], k.shape[1])
+    check_at_least(operation, 1, top_k=top_k, budget_bytes=budget_bytes)
+    q_positions = q_positions.astype(jnp.int32)
+    if _choose(operation, implementation) == "reference":
+        return Candidates(*reference.index_candidates(q, k, w, top_k=top_k, q_positions=q_positions))
+    return Candidates(*xla.index_candidates(q, k, w, top_k=top_k, q_positions=q_positions, budget_bytes=budget_bytes))
+
+
+def best_candidates(scores: Float[Array, "B T C"], *, top_k: int) -> Bool[Array, "B T C"]:
+    """Which candidates of each query are among its `top_k` best; equal scores (-0.0 equals +0.0) go to the first one.
+
+    Args:
+        scores: of the candidates in ascending order of their positions, without NaN; -inf where there is none, which is
+            never among the best.
+        top_k: how many to keep at most.
+
+    Raises:
+        ValueError: `top_k` is below 1.
+    """
+    check_at_least("best_candidates", 1, top_k=top_k)
+    return select(jax.lax.stop_gradient(scores), top_k).tile(jnp.int32(0), scores.shape[-1])
 
 
 def index_scores(
@@ -81,8 +163,18 @@ def index_scores(
     check_at_least(operation, 1, budget_bytes=budget_bytes)
     q_positions = q_positions.astype(jnp.int32)
     if _choose(operation, implementation) == "reference":
-        return reference.index_scores(q, k, w, q_positions=q_positions, segment_ids=segment_ids)
-    return xla.index_scores(q, k, w, q_positions=q_positions, segment_ids=segment_ids, budget_bytes=budget_bytes)
+        return reference.index_scores(
+            q, k, w, q_positions=q_positions, segment_ids=segment_ids, key_segment_ids=segment_ids
+        )
+    return xla.index_scores(
+        q,
+        k,
+        w,
+        q_positions=q_positions,
+        segment_ids=segment_ids,
+        key_segment_ids=segment_ids,
+        budget_bytes=budget_bytes,
+    )
 
 
 def _choose(operation: str, implementation: Implementation | None) -> Implementation:

@@ -44,17 +44,28 @@ def check_scale(operation: str, scale: float) -> None:
 
 
 def check_visibility(
-    operation: str, q_positions: jax.Array, segment_ids: jax.Array | None, batch: int, queries: int, keys: int
+    operation: str,
+    q_positions: jax.Array,
+    segment_ids: jax.Array | None,
+    batch: int,
+    queries: int,
+    keys: int,
+    key_segment_ids: jax.Array | None = None,
 ) -> None:
     """Raises unless the arguments of the visibility rule fit `batch`, `queries` and `keys`."""
     check_shape(operation, "q_positions", q_positions, "[B, T]", (batch, queries))
     check_integers(operation, q_positions=q_positions)
+    if key_segment_ids is not None:
+        if segment_ids is None:
+            raise ValueError(f"{operation}: key_segment_ids were given without segment_ids, the ids of the queries.")
+        check_shape(operation, "key_segment_ids", key_segment_ids, "[B, S]", (batch, keys))
+        check_integers(operation, key_segment_ids=key_segment_ids)
     if segment_ids is None:
         return
-    if queries != keys:
+    if key_segment_ids is None and queries != keys:
         raise ValueError(
             f"{operation}: segment_ids were given with {queries} queries and {keys} keys; packed sequences need as "
-            "many queries as keys, because one id names both."
+            "many queries as keys, because one id names both, or key_segment_ids."
         )
     check_shape(operation, "segment_ids", segment_ids, "[B, T]", (batch, queries))
     check_integers(operation, segment_ids=segment_ids)

@@ -4,10 +4,11 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.lightning_indexer.blocks import in_blocks, plan
-from pallas_kernels.lightning_indexer.select import score_keys, select_block, selected_indices
+from pallas_kernels.lightning_indexer.select import score_keys, select, select_block, selected_indices
 from pallas_kernels.lightning_indexer.visibility import Visibility
 from pallas_kernels.precision import at_least_float32
 
@@ -37,7 +38,8 @@ def lightning_indexer(
     *,
     top_k: int,
     q_positions: Int[Array, "B T"],
-    segment_ids: Int[Array, "B S"] | None,
+    segment_ids: Int[Array, "B T"] | None,
+    key_segment_ids: Int[Array, "B S"] | None,
     budget_bytes: int,
 ) -> Int[Array, "B T C"]:
     """Indices of the selected keys."""
@@ -48,7 +50,30 @@ def lightning_indexer(
         visibility = Visibility(positions, segments, constants[1])
         return selected_indices(select_block(block_q, keys, block_w, visibility, top_k, tile), top_k)
 
-    return _over_queries(block, q, k, w, q_positions, segment_ids, budget_bytes)
+    return _over_queries(block, q, k, w, q_positions, segment_ids, key_segment_ids, budget_bytes)
+
+
+@partial(jax.jit, static_argnames=("top_k", "budget_bytes"))
+def index_candidates(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B S K"],
+    w: Float[Array, "B T H"],
+    *,
+    top_k: int,
+    q_positions: Int[Array, "B T"],
+    budget_bytes: int,
+) -> tuple[Int[Array, "B T C"], Float[Array, "B T C"]]:
+    """Indices of the selected keys and their scores."""
+    tile = score_tile(k, budget_bytes)
+
+    def block(sliced: tuple, keys: jax.Array, constants: tuple[Any, Any]) -> tuple[jax.Array, jax.Array]:
+        block_q, block_w, positions, _ = sliced
+        scores = score_keys(block_q, keys, block_w, Visibility(positions), tile, rankable=True)
+        indices = selected_indices(select(scores, top_k), top_k)
+        chosen = jnp.take_along_axis(scores, jnp.maximum(indices, 0), axis=-1)
+        return indices, jnp.where(indices < 0, -jnp.inf, chosen)
+
+    return _over_queries(block, q, k, w, q_positions, None, None, budget_bytes)
 
 
 @partial(jax.jit, static_argnames=("budget_bytes",))
@@ -58,7 +83,8 @@ def index_scores(
     w: Float[Array, "B T H"],
     *,
     q_positions: Int[Array, "B T"],
-    segment_ids: Int[Array, "B S"] | None,
+    segment_ids: Int[Array, "B T"] | None,
+    key_segment_ids: Int[Array, "B S"] | None,
     budget_bytes: int,
 ) -> Float[Array, "B T S"]:
     """Scores in float32 or better, -inf where invisible."""
@@ -69,7 +95,7 @@ def index_scores(
         visibility = Visibility(positions, segments, constants[1])
         return score_keys(block_q, keys, block_w, visibility, tile, rankable=False)
 
-    return _over_queries(block, q, k, w, q_positions, segment_ids, budget_bytes)
+    return _over_queries(block, q, k, w, q_positions, segment_ids, key_segment_ids, budget_bytes)
 
 
 def _over_queries(
@@ -79,9 +105,10 @@ def _over_queries(
     w: jax.Array,
     q_positions: jax.Array,
     segment_ids: jax.Array | None,
+    key_segment_ids: jax.Array | None,
     budget_bytes: int,
-) -> jax.Array:
+) -> Any:
     fits = budget_bytes // (q.shape[0] * scoring_bytes(q, k, score_tile(k, budget_bytes)))
     blocks = plan(1, q.shape[1], fits=fits, wanted=score_rows())
     q, k, w = jax.lax.stop_gradient((q, k, w))
-    return in_blocks(block, blocks, (q, w, q_positions, segment_ids), k, ((), segment_ids))
+    return in_blocks(block, blocks, (q, w, q_positions, segment_ids), k, ((), key_segment_ids))

@@ -18,7 +18,7 @@ from pallas_kernels.lightning_indexer.validate import (
 )
 from pallas_kernels.sparse_mla import dense, kl, reference, xla
 
-__all__ = ["default_budget_bytes", "dense_mla", "dsa_mla", "indexer_kl", "sparse_mla"]
+__all__ = ["default_budget_bytes", "dense_mla", "dsa_mla", "indexer_kl", "latent_mla", "sparse_mla"]
 
 
 def default_budget_bytes() -> int:
@@ -78,6 +78,57 @@ def sparse_mla(
     return xla.sparse_mla(q, latent, indices, latent_width=latent_width, scale=scale, budget_bytes=budget_bytes)
 
 
+def latent_mla(
+    q: Float[Array, "B T H LR"],
+    latent: Float[Array, "B S LR"],
+    *,
+    q_positions: Int[Array, "B T"],
+    latent_width: int,
+    scale: float,
+    budget_bytes: int | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B T H {latent_width}"], Float[Array, "B T H"]]:
+    """Attention of each query over every key that it sees, in the absorbed form: `sparse_mla` without a selection.
+
+    p = softmax_s(scale * q . latent[s]) over s <= q_positions; o = sum_s p_s * latent[s, :latent_width]. With the
+    log-sum-exp, results over parts of the keys can be merged. Not differentiable.
+
+    Args:
+        q: queries with the key projection absorbed: [latent part | rope slot].
+        latent: the cache, [normed latent | shared rope slot]; rows that nobody sees may hold anything.
+        q_positions: the last key that each query sees; -1: none.
+        latent_width: L, the leading channels of the latent that are the value.
+        scale: multiplies the scores, (N + R) ** -0.5 in the Kimi models.
+        budget_bytes: bound on working memory; None: `default_budget_bytes()`.
+        implementation: "xla", "reference", or None for the best one.
+
+    Returns:
+        o in the dtype of `q`, and the natural log-sum-exp of the scaled scores, float32 or better. A query without keys
+        gives o = 0 and -inf.
+
+    Raises:
+        ValueError: shapes disagree, or a number is out of range.
+        TypeError: a dtype is wrong.
+        UnsupportedImplementationError: the named implementation can't run.
+    """
+    operation = "latent_mla"
+    budget_bytes = default_budget_bytes() if budget_bytes is None else budget_bytes
+    check_shape(operation, "q", q, "[B, T, H, L + R]", (None, None, None, None))
+    check_shape(operation, "latent", latent, "[B, S, L + R]", (q.shape[0], None, q.shape[3]))
+    check_floating(operation, q=q, latent=latent)
+    check_visibility(operation, q_positions, None, q.shape[0], q.shape[1], latent.shape[1])
+    check_at_least(operation, 1, latent_width=latent_width, budget_bytes=budget_bytes)
+    check_scale(operation, scale)
+    if latent_width > q.shape[3]:
+        raise ValueError(f"{operation}: latent_width={latent_width}; it must be at most the key width {q.shape[3]}.")
+    q_positions = q_positions.astype(jnp.int32)
+    if _choose(operation, implementation) == "reference":
+        return reference.latent_mla(q, latent, q_positions=q_positions, latent_width=latent_width, scale=scale)
+    return dense.latent_mla(
+        q, latent, q_positions=q_positions, latent_width=latent_width, scale=scale, budget_bytes=budget_bytes
+    )
+
+
 def dsa_mla(
     index_q: Float[Array, "B T HI KI"],
     index_k: Float[Array, "B S KI"],
@@ -90,6 +141,7 @@ def dsa_mla(
     top_k: int,
     q_positions: Int[Array, "B T"],
     segment_ids: Int[Array, "B T"] | None = None,
+    key_segment_ids: Int[Array, "B S"] | None = None,
     scale: float,
     form: Literal["gather", "mask"] | None = None,
     budget_bytes: int | None = None,
@@ -113,7 +165,9 @@ def dsa_mla(
         w_uv: value projection of each head.
         top_k: number of keys a query attends at most.
         q_positions: each query's own position among the keys; -1 marks a padding row, whose output is 0.
-        segment_ids: ids of packed sequences, -1 for padding; then T must equal S. Selection stays inside a segment.
+        segment_ids: ids of the queries' packed sequences, -1 for padding; without key_segment_ids T must equal S.
+            Selection stays inside a segment.
+        key_segment_ids: those of the keys, where queries are only some of the tokens. None: the same.
         scale: multiplies the scores, (N + R) ** -0.5 in the Kimi models.
         form: "gather" attends copies of the selected rows, "mask" attends all keys and drops those not selected, which
             is faster for few heads while S is a few times top_k; None chooses. Both attend the same keys.
@@ -135,7 +189,8 @@ def dsa_mla(
     operation = "dsa_mla"
     budget_bytes = default_budget_bytes() if budget_bytes is None else budget_bytes
     check_indexer(operation, index_q, index_k, index_w, ("index_q", "index_k", "index_w"))
-    _check_mla(operation, q, latent, w_uk, w_uv, q_positions, segment_ids, scale)
+    _check_mla(operation, q, latent, w_uk, w_uv, q_positions, segment_ids, key_segment_ids, scale)
+    key_segment_ids = segment_ids if key_segment_ids is None else key_segment_ids
     check_shape(operation, "q", q, "[B, T, H, N + R]", (*index_q.shape[:2], *q.shape[2:]))
     check_shape(operation, "latent", latent, "[B, S, L + R]", (*index_k.shape[:2], latent.shape[2]))
     check_at_least(operation, 1, top_k=top_k, budget_bytes=budget_bytes)
@@ -154,6 +209,7 @@ def dsa_mla(
             top_k=top_k,
             q_positions=q_positions,
             segment_ids=segment_ids,
+            key_segment_ids=key_segment_ids,
             scale=scale,
         )
     else:
@@ -168,6 +224,7 @@ def dsa_mla(
             top_k=top_k,
             q_positions=q_positions,
             segment_ids=segment_ids,
+            key_segment_ids=key_segment_ids,
             scale=scale,
             form=form,
             budget_bytes=budget_bytes,
@@ -184,6 +241,7 @@ def dense_mla(
     *,
     q_positions: Int[Array, "B T"],
     segment_ids: Int[Array, "B T"] | None = None,
+    key_segment_ids: Int[Array, "B S"] | None = None,
     scale: float,
     form: Literal["naive", "absorbed"] | None = None,
     budget_bytes: int | None = None,
@@ -192,7 +250,7 @@ def dense_mla(
     """Causal multi-head latent attention over every visible key.
 
     key_h = [w_uk[h] c | slot], value_h = w_uv[h] c for the latent [c | slot]; no rotation is applied to the slot. Key s
-    is visible to query t iff s <= q_positions[t] and, with segments, segment_ids[s] == segment_ids[t] >= 0.
+    is visible to query t iff s <= q_positions[t] and, with segments, key_segment_ids[s] == segment_ids[t] >= 0.
 
     Args:
         q: queries, [nope | rope slot].
@@ -200,7 +258,8 @@ def dense_mla(
         w_uk: key projection of each head.
         w_uv: value projection of each head.
         q_positions: each query's own position among the keys; -1 marks a padding row, whose output is 0.
-        segment_ids: ids of packed sequences, -1 for padding; then T must equal S.
+        segment_ids: ids of the queries' packed sequences, -1 for padding; without key_segment_ids T must equal S.
+        key_segment_ids: those of the keys, where queries are only some of the tokens. None: the same.
         scale: multiplies the scores, (N + R) ** -0.5 in the Kimi models.
         form: "naive" expands keys and values, group of heads by group of heads, and wins for many queries; "absorbed"
             moves w_uk to the queries and w_uv to the output, and wins for few. None chooses by the number of
@@ -219,12 +278,22 @@ def dense_mla(
     """
     operation = "dense_mla"
     budget_bytes = default_budget_bytes() if budget_bytes is None else budget_bytes
-    _check_mla(operation, q, latent, w_uk, w_uv, q_positions, segment_ids, scale)
+    _check_mla(operation, q, latent, w_uk, w_uv, q_positions, segment_ids, key_segment_ids, scale)
+    key_segment_ids = segment_ids if key_segment_ids is None else key_segment_ids
     check_at_least(operation, 1, budget_bytes=budget_bytes)
     _check_form(operation, form, ("naive", "absorbed"))
     q_positions = q_positions.astype(jnp.int32)
     if _choose(operation, implementation) == "reference":
-        return reference.dense_mla(q, latent, w_uk, w_uv, q_positions=q_positions, segment_ids=segment_ids, scale=scale)
+        return reference.dense_mla(
+            q,
+            latent,
+            w_uk,
+            w_uv,
+            q_positions=q_positions,
+            segment_ids=segment_ids,
+            key_segment_ids=key_segment_ids,
+            scale=scale,
+        )
     return dense.dense_mla(
         q,
         latent,
@@ -232,6 +301,7 @@ def dense_mla(
         w_uv,
         q_positions=q_positions,
         segment_ids=segment_ids,
+        key_segment_ids=key_segment_ids,
         scale=scale,
         form=form,
         budget_bytes=budget_bytes,
@@ -249,6 +319,7 @@ def indexer_kl(
     top_k: int | None,
     q_positions: Int[Array, "B T"],
     segment_ids: Int[Array, "B T"] | None = None,
+    key_segment_ids: Int[Array, "B S"] | None = None,
     scale: float,
     budget_bytes: int | None = None,
     implementation: Implementation | None = None,
@@ -268,7 +339,8 @@ def indexer_kl(
         w_uk: key projection of each head.
         top_k: number of keys that the indexer selects, or None for all visible ones.
         q_positions: each query's own position among the keys; -1 marks a padding row.
-        segment_ids: ids of packed sequences, -1 for padding; then T must equal S.
+        segment_ids: ids of the queries' packed sequences, -1 for padding; without key_segment_ids T must equal S.
+        key_segment_ids: those of the keys, where queries are only some of the tokens. None: the same.
         scale: multiplies the attention's scores.
         budget_bytes: bound on working memory beyond arguments and results; None: `default_budget_bytes()`. The
             smallest block is one query of every batch row.
@@ -287,7 +359,8 @@ def indexer_kl(
     operation = "indexer_kl"
     budget_bytes = default_budget_bytes() if budget_bytes is None else budget_bytes
     check_indexer(operation, index_q, index_k, index_w, ("index_q", "index_k", "index_w"))
-    _check_keys(operation, q, latent, w_uk, q_positions, segment_ids, scale)
+    _check_keys(operation, q, latent, w_uk, q_positions, segment_ids, key_segment_ids, scale)
+    key_segment_ids = segment_ids if key_segment_ids is None else key_segment_ids
     check_shape(operation, "q", q, "[B, T, H, N + R]", (*index_q.shape[:2], *q.shape[2:]))
     check_shape(operation, "latent", latent, "[B, S, L + R]", (*index_k.shape[:2], latent.shape[2]))
     check_at_least(operation, 1, budget_bytes=budget_bytes, **({} if top_k is None else {"top_k": top_k}))
@@ -295,13 +368,19 @@ def indexer_kl(
     q_positions = q_positions.astype(jnp.int32)
     if _choose(operation, implementation) == "reference":
         return reference.indexer_kl(
-            *arguments, top_k=top_k, q_positions=q_positions, segment_ids=segment_ids, scale=scale
+            *arguments,
+            top_k=top_k,
+            q_positions=q_positions,
+            segment_ids=segment_ids,
+            key_segment_ids=key_segment_ids,
+            scale=scale,
         )
     return kl.indexer_kl(
         *arguments,
         top_k=top_k,
         q_positions=q_positions,
         segment_ids=segment_ids,
+        key_segment_ids=key_segment_ids,
         scale=scale,
         budget_bytes=budget_bytes,
     )
@@ -315,9 +394,10 @@ def _check_mla(
     w_uv: jax.Array,
     q_positions: jax.Array,
     segment_ids: jax.Array | None,
+    key_segment_ids: jax.Array | None,
     scale: float,
 ) -> None:
-    _check_keys(operation, q, latent, w_uk, q_positions, segment_ids, scale)
+    _check_keys(operation, q, latent, w_uk, q_positions, segment_ids, key_segment_ids, scale)
     check_shape(operation, "w_uv", w_uv, "[H, V, L]", (q.shape[2], None, w_uk.shape[2]))
     check_floating(operation, w_uv=w_uv)
 
@@ -329,6 +409,7 @@ def _check_keys(
     w_uk: jax.Array,
     q_positions: jax.Array,
     segment_ids: jax.Array | None,
+    key_segment_ids: jax.Array | None,
     scale: float,
 ) -> None:
     check_shape(operation, "q", q, "[B, T, H, N + R]", (None, None, None, None))
@@ -341,7 +422,7 @@ def _check_keys(
             f"{operation}: q leaves {query_slot} channels beside the {w_uk.shape[1]} of w_uk and latent leaves "
             f"{key_slot} beside its {w_uk.shape[2]}; both must be the width of the rope slot."
         )
-    check_visibility(operation, q_positions, segment_ids, q.shape[0], q.shape[1], latent.shape[1])
+    check_visibility(operation, q_positions, segment_ids, q.shape[0], q.shape[1], latent.shape[1], key_segment_ids)
     check_scale(operation, scale)
 
 

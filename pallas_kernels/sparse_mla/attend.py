@@ -48,9 +48,10 @@ def _attend_tiles(
     return _attend_forward(settings, q, k, v, mask)[0]
 
 
-def _attend_forward(
+def attend_with_lse(
     settings: Settings, q: jax.Array, k: jax.Array, v: jax.Array | None, mask: Mask
-) -> tuple[jax.Array, tuple]:
+) -> tuple[jax.Array, jax.Array]:
+    """`attend_tiles` that also returns the log-sum-exp [B, G, T, M], -inf for a row without keys; without gradient."""
     dtype = at_least_float32(q, k)
 
     def step(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -71,8 +72,14 @@ def _attend_forward(
         (jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype), jnp.zeros((*rows, settings.value_width), dtype)),
     )
     some = jnp.where(total == 0, 1, total)
-    o = acc / some[..., None]
-    lse = jnp.where(total == 0, 0, top + jnp.log(some))  # a row without keys meets scores of -inf only
+    return acc / some[..., None], jnp.where(total == 0, -jnp.inf, top + jnp.log(some))
+
+
+def _attend_forward(
+    settings: Settings, q: jax.Array, k: jax.Array, v: jax.Array | None, mask: Mask
+) -> tuple[jax.Array, tuple]:
+    o, lse = attend_with_lse(settings, q, k, v, mask)
+    lse = jnp.where(lse == -jnp.inf, 0, lse)  # a row without keys meets scores of -inf only
     return o, (q, k, v, mask, o, lse)
 
 

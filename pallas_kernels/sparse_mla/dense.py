@@ -11,7 +11,7 @@ from pallas_kernels.lightning_indexer.blocks import Plan, in_blocks, plan
 from pallas_kernels.lightning_indexer.visibility import Visibility
 from pallas_kernels.precision import at_least_float32, einsum
 from pallas_kernels.sparse_mla.absorbed import absorb, attend_latent, expand, key_tile, product_rows
-from pallas_kernels.sparse_mla.attend import Mask, Settings, attend_tiles
+from pallas_kernels.sparse_mla.attend import Mask, Settings, attend_tiles, attend_with_lse
 
 
 @partial(jax.jit, static_argnames=("scale", "form", "budget_bytes"))
@@ -22,7 +22,8 @@ def dense_mla(
     w_uv: Float[Array, "H V L"],
     *,
     q_positions: Int[Array, "B T"],
-    segment_ids: Int[Array, "B S"] | None,
+    segment_ids: Int[Array, "B T"] | None,
+    key_segment_ids: Int[Array, "B S"] | None,
     scale: float,
     form: Literal["naive", "absorbed"] | None,
     budget_bytes: int,
@@ -31,7 +32,7 @@ def dense_mla(
     groups = _head_groups(q, latent, w_uk, w_uv, budget_bytes)
     if form is None:
         form = "naive" if groups is not None and _naive_is_cheaper(q, latent, w_uk, w_uv) else "absorbed"
-    constants = (q_positions, segment_ids), segment_ids
+    constants = (q_positions, segment_ids), key_segment_ids
     if form == "absorbed":
         return _dense_absorbed(q, latent, w_uk, w_uv, constants, scale, budget_bytes)
     if groups is None:
@@ -41,6 +42,32 @@ def dense_mla(
             "form='absorbed'."
         )
     return _dense_naive(q, latent, w_uk, w_uv, constants, scale, groups, budget_bytes)
+
+
+@partial(jax.jit, static_argnames=("latent_width", "scale", "budget_bytes"))
+def latent_mla(
+    q: Float[Array, "B T H K"],
+    latent: Float[Array, "B S K"],
+    *,
+    q_positions: Int[Array, "B T"],
+    latent_width: int,
+    scale: float,
+    budget_bytes: int,
+) -> tuple[Float[Array, "B T H L"], Float[Array, "B T H"]]:
+    """Attention of absorbed queries over every visible key, with its log-sum-exp."""
+    batch, queries, heads, width = q.shape
+    item = at_least_float32(q, latent).itemsize
+    tile = key_tile(latent.shape[1], batch * width * item, budget_bytes)
+    row = heads * (width + 3 * latent_width + 3 * tile) * item
+    blocks = plan(1, queries, fits=budget_bytes // (2 * batch * row), wanted=max(16, product_rows() // heads))
+    settings = Settings(scale, tile, latent_width)
+
+    def block(sliced: jax.Array, keys: jax.Array, constants: Any) -> tuple[jax.Array, jax.Array]:
+        mask = Mask(Visibility(constants[0]))
+        o, lse = attend_with_lse(settings, sliced[:, None], keys, None, mask)
+        return o[:, 0].astype(sliced.dtype), lse[:, 0]
+
+    return in_blocks(block, blocks, q, latent, (q_positions, ()))
 
 
 def _dense_absorbed(

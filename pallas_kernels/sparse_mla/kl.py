@@ -26,7 +26,8 @@ def indexer_kl(
     *,
     top_k: int | None,
     q_positions: Int[Array, "B T"],
-    segment_ids: Int[Array, "B S"] | None,
+    segment_ids: Int[Array, "B T"] | None,
+    key_segment_ids: Int[Array, "B S"] | None,
     scale: float,
     budget_bytes: int,
 ) -> Float[Array, "B T"]:
@@ -58,7 +59,7 @@ def indexer_kl(
 
     detached = jax.lax.stop_gradient((q, latent, w_uk))
     rows = (q_positions, segment_ids, detached[0])
-    return in_blocks(block, blocks, (index_q, index_w), index_k, (rows, (*detached[1:], segment_ids)))
+    return in_blocks(block, blocks, (index_q, index_w), index_k, (rows, (*detached[1:], key_segment_ids)))
 
 
 def _softmax(scores: jax.Array, mask: jax.Array) -> jax.Array:

@@ -38,12 +38,19 @@ def dsa_mla(
     *,
     top_k: int,
     q_positions: Int[Array, "B T"],
-    segment_ids: Int[Array, "B S"] | None,
+    segment_ids: Int[Array, "B T"] | None,
+    key_segment_ids: Int[Array, "B S"] | None,
     scale: float,
 ) -> tuple[Float[Array, "B T H V"], Int[Array, "B T C"]]:
     """Attention over exactly the keys that the indexer selects."""
     indices = lightning_indexer(
-        index_q, index_k, index_w, top_k=top_k, q_positions=q_positions, segment_ids=segment_ids
+        index_q,
+        index_k,
+        index_w,
+        top_k=top_k,
+        q_positions=q_positions,
+        segment_ids=segment_ids,
+        key_segment_ids=key_segment_ids,
     )
     selected = jnp.any(indices[..., None] == jnp.arange(latent.shape[1]), axis=2)
     return _masked_mla(q, latent, w_uk, w_uv, selected, scale), indices
@@ -56,12 +63,29 @@ def dense_mla(
     w_uv: Float[Array, "H V L"],
     *,
     q_positions: Int[Array, "B T"],
-    segment_ids: Int[Array, "B S"] | None,
+    segment_ids: Int[Array, "B T"] | None,
+    key_segment_ids: Int[Array, "B S"] | None,
     scale: float,
 ) -> Float[Array, "B T H V"]:
     """Attention over every visible key."""
-    visible = visible_keys(q_positions, jnp.arange(latent.shape[1]), segment_ids, segment_ids)
+    visible = visible_keys(q_positions, jnp.arange(latent.shape[1]), segment_ids, key_segment_ids)
     return _masked_mla(q, latent, w_uk, w_uv, visible, scale)
+
+
+def latent_mla(
+    q: Float[Array, "B T H K"],
+    latent: Float[Array, "B S K"],
+    *,
+    q_positions: Int[Array, "B T"],
+    latent_width: int,
+    scale: float,
+) -> tuple[Float[Array, "B T H L"], Float[Array, "B T H"]]:
+    """Attention of absorbed queries over every visible key, with its log-sum-exp."""
+    dtype = at_least_float32(q, latent)
+    visible = visible_keys(q_positions, jnp.arange(latent.shape[1]))
+    latent = jnp.where(jnp.any(visible, axis=1)[..., None], latent, 0).astype(dtype)  # unwritten rows may hold NaN
+    p, lse = _softmax(scale * einsum("bthk,bsk->bths", q.astype(dtype), latent), visible[:, :, None, :])
+    return einsum("bths,bsl->bthl", p, latent[..., :latent_width]).astype(q.dtype), lse
 
 
 def indexer_kl(
@@ -74,14 +98,21 @@ def indexer_kl(
     *,
     top_k: int | None,
     q_positions: Int[Array, "B T"],
-    segment_ids: Int[Array, "B S"] | None,
+    segment_ids: Int[Array, "B T"] | None,
+    key_segment_ids: Int[Array, "B S"] | None,
     scale: float,
 ) -> Float[Array, "B T"]:
     """KL of softmax(index scores) from the mean over heads of the attention probabilities."""
-    mask = visible_keys(q_positions, jnp.arange(latent.shape[1]), segment_ids, segment_ids)
+    mask = visible_keys(q_positions, jnp.arange(latent.shape[1]), segment_ids, key_segment_ids)
     if top_k is not None:
         chosen = lightning_indexer(
-            index_q, index_k, index_w, top_k=top_k, q_positions=q_positions, segment_ids=segment_ids
+            index_q,
+            index_k,
+            index_w,
+            top_k=top_k,
+            q_positions=q_positions,
+            segment_ids=segment_ids,
+            key_segment_ids=key_segment_ids,
         )
         mask &= jnp.any(chosen[..., None] == jnp.arange(latent.shape[1]), axis=2)
     attention = _attention(*jax.lax.stop_gradient((q, latent, w_uk)), mask, scale)

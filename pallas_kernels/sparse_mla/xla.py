@@ -53,7 +53,8 @@ def dsa_mla(
     *,
     top_k: int,
     q_positions: Int[Array, "B T"],
-    segment_ids: Int[Array, "B S"] | None,
+    segment_ids: Int[Array, "B T"] | None,
+    key_segment_ids: Int[Array, "B S"] | None,
     scale: float,
     form: Literal["gather", "mask"] | None,
     budget_bytes: int,
@@ -70,6 +71,7 @@ def dsa_mla(
             w_uv,
             q_positions=q_positions,
             segment_ids=segment_ids,
+            key_segment_ids=key_segment_ids,
             scale=scale,
             form=None,
             budget_bytes=budget_bytes,
@@ -83,6 +85,7 @@ def dsa_mla(
             top_k=top_k,
             q_positions=q_positions,
             segment_ids=segment_ids,
+            key_segment_ids=key_segment_ids,
             budget_bytes=budget_bytes,
         )
     if form is None:
@@ -113,7 +116,7 @@ def dsa_mla(
         return expand(o, up_v, sliced.dtype), indices if return_indices else None
 
     rows = (*jax.lax.stop_gradient((index_q, index_w)), q_positions, segment_ids)
-    whole = (jax.lax.stop_gradient(index_k), segment_ids)
+    whole = (jax.lax.stop_gradient(index_k), key_segment_ids)
     return in_blocks(block, blocks, q, (latent, w_uk, w_uv), (rows, whole))
 
 

@@ -38,7 +38,7 @@ decoder = Decoder(KimiConfig.from_directory(source))
 alone = load_params(open_checkpoint(source), decoder, "bfloat16")
 whole, heads = jax.tree.leaves(alone), np.asarray(alone["kda"]["A_log"])
 meshes = [((2,), ("tensor",)), ((4,), ("tensor",)), ((8,), ("tensor",)), ((2, 4), ("data", "tensor")),
-          ((4, 2), ("expert", "tensor")), ((2, 2, 2), ("fsdp", "expert", "tensor")), ((8,), ("data",))]
+          ((4, 2), ("expert", "tensor")), ((2, 2, 2), ("context", "expert", "tensor")), ((8,), ("data",))]
 for number, (shape, axes) in enumerate(meshes):
     mesh = jax.make_mesh(shape, axes, devices=jax.devices()[: int(np.prod(shape))])
     for path in (source, orbax):
