@@ -5,7 +5,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Implementation, always, choose
-from pallas_kernels.grouped_matmul import reference, xla
+from pallas_kernels.grouped_matmul import gpu, reference, xla
 from pallas_kernels.manual_axes import align
 from pallas_kernels.mxfp4 import Mxfp4
 
@@ -65,17 +65,23 @@ def grouped_matmul(
         )
     if tile_size is not None and tile_size < 1:
         raise ValueError(f"grouped_matmul: tile_size is {tile_size}; it must be a positive number of rows.")
+    out_dtype = rows.dtype if out_dtype is None else jnp.dtype(out_dtype)
+
+    def no_gpu() -> str | None:
+        obstacle = gpu.obstacle(rows, weights, out_dtype)
+        # Checked in Pallas' interpreter and compiled by name only, until a card has confirmed its numbers and its times.
+        return obstacle or (None if implementation == "gpu" else "its Hopper kernel hasn't run on a card yet; name it.")
+
     choice = choose(
         "grouped_matmul",
         implementation,
         {
             "tpu": lambda: "grouped_matmul has no TPU kernel yet.",
-            "gpu": lambda: "grouped_matmul has no GPU kernel yet.",
+            "gpu": no_gpu,
             "xla": always,
             "reference": always,
         },
     )
-    out_dtype = rows.dtype if out_dtype is None else jnp.dtype(out_dtype)
     offset = jnp.asarray(group_offset, jnp.int32)
     rows, weights, group_sizes, offset = align(rows, weights, group_sizes, offset)
     if num_rows == 0:
@@ -83,4 +89,6 @@ def grouped_matmul(
     if choice.name == "reference":
         return reference.grouped_matmul(rows, weights, group_sizes, offset, out_dtype)
     tile = min(tile_size or xla.tile_size(num_rows, num_groups), num_rows)
+    if choice.name == "gpu":
+        return gpu.grouped_matmul(rows, weights, group_sizes, offset, out_dtype, tile)
     return xla.grouped_matmul(rows, weights, group_sizes, offset, out_dtype, tile)

@@ -37,4 +37,11 @@ SPECS = (
     GroupedMatmulSpec("48b_prefill_4096_down", 4096 * 8, 256, 1024, 2304, "bfloat16"),
     GroupedMatmulSpec("48b_decode_1_up", 8, 256, 2304, 1024, "bfloat16"),
     GroupedMatmulSpec("48b_decode_64_up", 64 * 8, 256, 2304, 1024, "bfloat16"),
+    GroupedMatmulSpec("48b_prefill_8192_up", 8192 * 8, 256, 2304, 1024, "bfloat16"),
+    GroupedMatmulSpec("48b_decode_32_up", 32 * 8, 256, 2304, 1024, "bfloat16"),
+    # One of eight devices has 112 of K3's experts and an eighth of the rows.
+    GroupedMatmulSpec("k3_prefill_8192_up_of_8_devices", 8192 * 2, 112, 3584, 3072, "mxfp4"),
+    GroupedMatmulSpec("k3_decode_64_up_of_8_devices", 64 * 2, 112, 3584, 3072, "mxfp4"),
+    GroupedMatmulSpec("k3_prefill_8192_up_of_8_devices_bfloat16", 8192 * 2, 112, 3584, 3072, "bfloat16"),
+    GroupedMatmulSpec("k3_decode_64_up_of_8_devices_bfloat16", 64 * 2, 112, 3584, 3072, "bfloat16"),
 )

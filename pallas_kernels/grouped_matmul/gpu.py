@@ -1,0 +1,142 @@
+"""Pallas Mosaic GPU for Hopper: bfloat16 rows times bfloat16 or MXFP4 experts, summed in float32."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.grouped_matmul import xla
+from pallas_kernels.grouped_matmul.gpu_tiles import BLOCK, CHUNK, COLUMNS, Tuning, cut
+from pallas_kernels.mxfp4 import Mxfp4
+
+Weights = Float[Array, "E F D"] | Mxfp4
+
+SHARED_BYTES = 225 * 1024
+"""Shared memory that a block of threads may fill: Hopper's 227 KiB but for barriers and alignment."""
+
+_SCALES_COPIED, _LONGEST_COPY = 16, 256  # The copy engine moves multiples of 16 bytes, at most 256 elements a row.
+_NARROW, _MIDDLE = (8, 16, 32), (8, 16, 32, 64, 96)
+_WIDE = (8, 32, 64, 96, 128, 160, 192, 256)
+_MOST_STAGES = 8
+
+
+def obstacle(rows: Float[Array, "M D"], weights: Weights, out_dtype: DTypeLike) -> str | None:
+    """Why the kernel can't run for this call, or None."""
+    if jax.default_backend() != "gpu":
+        return f"it runs on NVIDIA Hopper GPUs, and JAX's backend here is {jax.default_backend()}."
+    capability = getattr(jax.devices()[0], "compute_capability", "unknown")
+    if capability != "9.0":
+        return f"it is compiled for compute capability 9.0 (Hopper), and this device has {capability}."
+    return unfit(rows, weights, out_dtype)
+
+
+def unfit(rows: Float[Array, "M D"], weights: Weights, out_dtype: DTypeLike) -> str | None:
+    """Why no Hopper GPU could run this call, or None."""
+    out_width, width = weights.shape[1:]
+    if rows.dtype != jnp.bfloat16 or jnp.dtype(out_dtype) != jnp.bfloat16:
+        return (
+            f"rows are {rows.dtype} and results {jnp.dtype(out_dtype)}; its matrix instructions take bfloat16 and it "
+            "writes bfloat16."
+        )
+    columns = 2 * COLUMNS
+    if out_width % columns:
+        return f"results have {out_width} columns; it takes multiples of {columns}."
+    if isinstance(weights, Mxfp4):
+        whole = 32 * _SCALES_COPIED
+        if width % whole or width > 32 * _LONGEST_COPY:
+            return f"MXFP4 rows are {width} wide; it takes multiples of {whole} up to {32 * _LONGEST_COPY}."
+        return None
+    if weights.dtype != jnp.bfloat16:
+        return f"weights are {weights.dtype}; it takes bfloat16 and MXFP4."
+    return f"rows are {width} wide; it takes multiples of 64." if width % 64 else None
+
+
+def tuned(num_rows: int, num_groups: int, width: int, packed: bool, blocks: int = 132) -> Tuning:
+    """How to cut a product: tiles about as wide as the mean group, and as many slots as fit.
+
+    Two or three slots hide a copy behind a wide tile's product. With a few rows to an expert there is next to nothing to
+    hide it behind, so many small slots keep enough bytes on their way.
+    """
+    mean = num_rows / num_groups
+    widths: tuple[int, ...] = _NARROW if mean <= 16 else _MIDDLE if mean <= 64 else _WIDE[:6] if packed else _WIDE
+    whole = -(-num_rows // BLOCK) * BLOCK
+    widths = tuple(size for size in widths if size <= whole)
+    step = CHUNK if packed or (mean <= 16 and width % CHUNK == 0) else 64
+    columns = 2 * COLUMNS
+    fixed = 2 * columns * widths[-1] + 2 * 2 * columns * BLOCK + (2 * columns * width // 32 if packed else 0)
+    slot = step * (columns // 2 if packed else 2 * columns) + 2 * step * widths[-1]
+    return Tuning(widths, min(_MOST_STAGES, (SHARED_BYTES - fixed) // slot), step, blocks=blocks)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def grouped_matmul(
+    rows: Float[Array, "M D"],
+    weights: Weights,
+    group_sizes: Int[Array, "G"],
+    group_offset: Int[Array, ""],
+    out_dtype: DTypeLike,
+    tile: int,
+) -> Float[Array, "M F"]:
+    """See `pallas_kernels.grouped_matmul.grouped_matmul`; `tile` is for the gradients, which `xla` computes."""
+    del tile
+    blocks = getattr(jax.devices()[0], "core_count", 132)
+    tuning = tuned(rows.shape[0], group_sizes.shape[0], rows.shape[1], isinstance(weights, Mxfp4), blocks)
+    return product(rows, weights, group_sizes, group_offset, out_dtype, tuning)
+
+
+def _forward(
+    rows: Array, weights: Weights, group_sizes: Array, group_offset: Array, out_dtype: DTypeLike, tile: int
+) -> tuple[Any, tuple[Array, Weights, Array, Array]]:
+    result = grouped_matmul(rows, weights, group_sizes, group_offset, out_dtype, tile)
+    return result, (rows, weights, group_sizes, group_offset)
+
+
+def _backward(
+    out_dtype: DTypeLike, tile: int, residuals: tuple[Array, Weights, Array, Array], d_result: Array
+) -> tuple[Array, Array | None, None, None]:
+    rows, weights, group_sizes, group_offset = residuals
+    if isinstance(weights, Mxfp4):
+        _, pull = jax.vjp(
+            lambda rows: xla.grouped_matmul(rows, weights, group_sizes, group_offset, out_dtype, tile), rows
+        )
+        return *pull(d_result), None, None, None
+    _, pull = jax.vjp(
+        lambda rows, weights: xla.grouped_matmul(rows, weights, group_sizes, group_offset, out_dtype, tile),
+        rows,
+        weights,
+    )
+    return *pull(d_result), None, None
+
+
+grouped_matmul.defvjp(_forward, _backward)
+
+
+@partial(jax.jit, static_argnums=(4, 5, 6))
+def product(
+    rows: Float[Array, "M D"],
+    weights: Weights,
+    group_sizes: Int[Array, "G"],
+    group_offset: Int[Array, ""],
+    out_dtype: DTypeLike,
+    tuning: Tuning,
+    interpret: Any = None,
+) -> Float[Array, "M F"]:
+    """The product cut as `tuning` says; `interpret` is what Pallas takes to run it without a GPU."""
+    # Imported late: Mosaic takes a second, which nobody should wait for who has no such GPU.
+    from pallas_kernels.grouped_matmul.gpu_kernel import multiply
+    from pallas_kernels.grouped_matmul.gpu_unpack import order_inputs
+
+    num_rows = rows.shape[0]
+    whole = -(-num_rows // BLOCK) * BLOCK
+    if isinstance(weights, Mxfp4):
+        rows = order_inputs(rows)
+    # The copy engine gives zeros past the end; the interpreter refuses to read there.
+    padding = whole - num_rows + (tuning.widths[-1] if interpret is not None else 0)
+    if padding:
+        rows = jnp.pad(rows, ((0, padding), (0, 0)))
+    work = cut(group_sizes, group_offset, whole, tuning.widths)
+    result = multiply(work, rows, weights, whole, out_dtype, tuning, interpret)
+    return result if whole == num_rows else result[:num_rows]

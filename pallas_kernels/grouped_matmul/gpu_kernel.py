@@ -1,0 +1,309 @@
+"""The Hopper kernel: weights on the instruction's 64-row side, rows on its other side, which may be as narrow as 8.
+
+A block of threads works through a list of (tile of rows, 64·G columns of the result). One warpgroup copies weights and
+rows into a ring of shared-memory slots; each of the G others multiplies 64 columns' weights by the tile's rows. A tile
+takes the narrowest product that holds it, so the rows that a group lacks to a full tile cost little, and an expert's
+weights come once for up to 256 of its rows.
+
+Products leave transposed: the accumulator [64 columns, rows] is turned on its way into shared memory. Whole blocks of 8
+rows go out as such; a group's first and last block, which a neighbour may share, go row by row.
+
+Every output is one sum over the inputs in ascending steps, whatever the tile's width or place: its bits depend on its
+own row and weights alone.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from pallas_kernels.grouped_matmul.gpu_tiles import BLOCK, COLUMNS, Tuning, Work
+from pallas_kernels.grouped_matmul.gpu_unpack import unpack, unpack_plainly
+from pallas_kernels.mxfp4 import Mxfp4
+
+_COPY_REGISTERS, _PRODUCT_REGISTERS = 40, 232
+_SWIZZLED = (plgpu.TilingTransform((BLOCK, 64)), plgpu.SwizzleTransform(128))
+
+
+def multiply(
+    work: Work,
+    rows: Float[Array, "M D"],
+    weights: Float[Array, "E F D"] | Mxfp4,
+    num_rows: int,
+    out_dtype: Any,
+    tuning: Tuning,
+    interpret: Any = None,
+) -> Float[Array, "N F"]:
+    """[num_rows, F] products; `rows` may have more rows than that, which nobody owns."""
+    packed = isinstance(weights, Mxfp4)
+    _, out_width, width = weights.shape
+    stages, step, groups, cluster = tuning.stages, tuning.step, tuning.warpgroups, tuning.cluster
+    widest = tuning.widths[-1]
+    pieces = out_width // tuning.columns  # of a tile's columns
+    clusters = tuning.blocks // cluster
+    steps = width // step
+
+    def kernel(
+        tiles: Any,
+        used: Any,
+        rows: Any,
+        *refs: Any,
+        weight_slots: Any,
+        row_slots: Any,
+        turned: Any,
+        edges: Any,
+        full: Any,
+        empty: Any,
+        **more: Any,
+    ) -> None:
+        *stored, out = refs
+        weights, scales = stored[0], stored[-1]
+        scale_slots: Any = more.get("scale_slots")
+        scale_full: Any = more.get("scale_full")
+        scale_empty: Any = more.get("scale_empty")
+        plain: Any = more.get("plain")
+        flipped: Any = more.get("flipped")
+        group = lax.axis_index("warpgroup")
+        me, peer = lax.axis_index("block"), lax.axis_index("cluster") if cluster > 1 else 0
+        mine = lax.div(used[0] * pieces - me + (clusters - 1), clusters)
+
+        def locate(number: Array) -> tuple[Array, Array]:
+            item = me + number * clusters
+            return lax.div(item, pieces), (lax.rem(item, pieces) * cluster + peer) * groups * COLUMNS
+
+        def for_each_width(kind: Array, act: Callable[[int], None]) -> None:
+            for index, size in enumerate(tuning.widths):
+                pl.when(kind == index)(functools.partial(act, size))
+
+        def copy_item(number: Array, done: Array) -> Array:
+            """Fills slots done, done + 1, ... of the ring with an item's operands."""
+            tile, column = locate(number)
+            base, expert, kind, busy = tiles[0, tile], tiles[3, tile], tiles[4, tile], tiles[5, tile]
+            if packed:
+                slot = lax.rem(number, 2)
+
+                @pl.when(number >= 2)
+                def _() -> None:
+                    plgpu.barrier_wait(scale_empty.at[slot])
+
+                for which in range(groups):
+                    source = scales.at[expert, pl.ds(column + which * COLUMNS, COLUMNS)]
+                    plgpu.copy_gmem_to_smem(source, scale_slots.at[slot, which], scale_full.at[slot])
+
+            def copy(size: int) -> None:
+                def one(k: Array, carry: tuple[()]) -> tuple[()]:
+                    slot = lax.rem(done + k, stages)
+
+                    @pl.when(done + k >= stages)
+                    def _() -> None:
+                        plgpu.barrier_wait(empty.at[slot])
+
+                    if packed:
+                        for which in range(groups):
+                            source = weights.at[
+                                expert, pl.ds(column + which * COLUMNS, COLUMNS), pl.ds(k * (step // 2), step // 2)
+                            ]
+                            plgpu.copy_gmem_to_smem(source, weight_slots.at[slot, which], full.at[slot])
+                    else:
+                        source = weights.at[expert, pl.ds(column, groups * COLUMNS), pl.ds(k * step, step)]
+                        plgpu.copy_gmem_to_smem(source, weight_slots.at[slot], full.at[slot])
+                    source = rows.at[pl.ds(pl.multiple_of(base, BLOCK), size), pl.ds(k * step, step)]
+                    shared: dict[str, Any] = {"collective_axes": "cluster"} if cluster > 1 else {}
+                    plgpu.copy_gmem_to_smem(source, row_slots.at[slot, pl.ds(0, size)], full.at[slot], **shared)
+                    return carry
+
+                lax.fori_loop(0, busy * steps, one, ())
+
+            for_each_width(kind, copy)
+            return done + busy * steps
+
+        def multiply_item(number: Array, done: Array) -> Array:
+            tile, column = locate(number)
+            base, first, last, kind, busy = (tiles[row, tile] for row in (0, 1, 2, 4, 5))
+            scale_slot = lax.rem(number, 2)
+            if packed:
+                plgpu.barrier_wait(scale_full.at[scale_slot])
+
+            def weight_of(slot: Array, k: Array) -> Any:
+                if not packed:
+                    return weight_slots.at[slot, pl.ds(group * COLUMNS, COLUMNS)]
+                if interpret is None:
+                    scale = scale_slots.at[scale_slot, group, pl.ds(0, COLUMNS), pl.ds(k * (step // 32), step // 32)]
+                    return unpack(weight_slots.at[slot, group], scale)
+                scale = lax.dynamic_slice_in_dim(scale_slots[scale_slot, group], k * (step // 32), step // 32, axis=1)
+                plain[group] = unpack_plainly(weight_slots[slot, group], scale)
+                return plain.at[group]
+
+            def product(size: int) -> None:
+                def accumulate(total: Any) -> Array:
+                    def one(k: Array, carry: tuple[()]) -> tuple[()]:
+                        slot = lax.rem(done + k, stages)
+                        plgpu.barrier_wait(full.at[slot])
+                        if interpret is None:
+                            right = row_slots.at[slot, pl.ds(0, size)].transpose((1, 0))
+                        else:  # which turns no references in jax 0.10
+                            flipped[group, :, :size] = row_slots[slot, :size].T
+                            right = flipped.at[group, :, pl.ds(0, size)]
+                        plgpu.wgmma(total, weight_of(slot, k), right)
+                        if packed:
+                            plgpu.wgmma_wait(0)
+                            plgpu.barrier_arrive(empty.at[slot])
+                            return carry
+                        plgpu.wgmma_wait(1)  # all but the one just issued
+
+                        @pl.when(k > 0)
+                        def _() -> None:
+                            plgpu.barrier_arrive(empty.at[lax.rem(done + k - 1, stages)])
+
+                        return carry
+
+                    lax.fori_loop(0, busy * steps, one, ())
+                    plgpu.wgmma_wait(0)
+                    if not packed:
+
+                        @pl.when(busy > 0)
+                        def _() -> None:
+                            plgpu.barrier_arrive(empty.at[lax.rem(done + steps - 1, stages)])
+
+                    return total[...]
+
+                total = pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef((COLUMNS, size), jnp.float32))
+                turn = total.astype(out.dtype)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                if interpret is None:
+                    turn = plgpu.layout_cast(turn, plgpu.Layout.WGMMA_TRANSPOSED)
+                    turned.at[group, pl.ds(0, size)].transpose((1, 0))[...] = turn
+                else:
+                    turned[group, :size] = turn.T
+                low, high = first - base, last - base
+                # Blocks that are this tile's from end to end: head..tail-1.
+                head, tail = lax.div(low + (BLOCK - 1), BLOCK), lax.div(high, BLOCK)
+                some, rest = low < high, high - tail * BLOCK
+                begins, ends = some & (head > 0), some & (rest > 0) & (tail >= head)
+
+                def put_aside(which: int, block: int) -> None:
+                    part = turn[:, BLOCK * block : BLOCK * (block + 1)]
+                    if interpret is None:
+                        _store(edges.at[group, which].transpose((1, 0)), part)
+                    else:
+                        edges[group, which] = part.T
+
+                pl.when(begins)(lambda: put_aside(0, 0))
+                # Registers can't be picked at run time, but a tile that a narrower width would hold isn't here.
+                narrower = max((width for width in tuning.widths if width < size), default=0)
+                for block in range(narrower // BLOCK, size // BLOCK):
+                    pl.when(ends & (tail == block))(functools.partial(put_aside, 1, block))
+                plgpu.commit_smem()
+                columns = pl.ds(column + group * COLUMNS, COLUMNS)
+
+                def put_blocks(at: Array, count: Array) -> None:
+                    for power in reversed(range((size // BLOCK).bit_length())):
+
+                        @pl.when((count & (1 << power)) != 0)
+                        def _(at: Array = at, power: int = power) -> None:
+                            start = pl.multiple_of(at * BLOCK, BLOCK)
+                            target = pl.ds(pl.multiple_of(base + at * BLOCK, BLOCK), BLOCK << power)
+                            plgpu.copy_smem_to_gmem(
+                                turned.at[group, pl.ds(start, BLOCK << power)], out.at[target, columns]
+                            )
+
+                        at = at + (count & (1 << power))
+
+                def put_rows(which: int, block: Array | int, at: Array | int, count: Array) -> None:
+                    for power in (2, 1, 0):
+
+                        @pl.when((count & (1 << power)) != 0)
+                        def _(at: Array | int = at, power: int = power) -> None:
+                            target = pl.ds(base + block * BLOCK + at, 1 << power)
+                            plgpu.copy_smem_to_gmem(
+                                edges.at[group, which, pl.ds(at, 1 << power)], out.at[target, columns]
+                            )
+
+                        at = at + (count & (1 << power))
+
+                put_blocks(head, jnp.maximum(tail - head, 0))
+
+                pl.when(begins)(lambda: put_rows(0, 0, low, jnp.minimum(high, BLOCK) - low))
+                pl.when(ends)(lambda: put_rows(1, tail, 0, rest))
+
+            for_each_width(kind, product)
+            if packed:
+                plgpu.barrier_arrive(scale_empty.at[scale_slot])
+            return done + busy * steps
+
+        @pl.when(group == groups)
+        def _() -> None:
+            plgpu.set_max_registers(_COPY_REGISTERS, action="decrease")
+            done = lax.fori_loop(0, mine, copy_item, jnp.int32(0))
+            # Stay until everything was read: a neighbour in the cluster writes here, and barriers must be even.
+            for index in range(stages):
+
+                @pl.when(done + index >= stages)
+                def _(index: int = index) -> None:
+                    plgpu.barrier_wait(empty.at[lax.rem(done + index, stages)])
+
+            if packed:
+                for index in range(2):
+
+                    @pl.when(mine + index >= 2)
+                    def _(index: int = index) -> None:
+                        plgpu.barrier_wait(scale_empty.at[lax.rem(mine + index, 2)])
+
+        @pl.when(group < groups)
+        def _() -> None:
+            plgpu.set_max_registers(_PRODUCT_REGISTERS, action="increase")
+            lax.fori_loop(0, mine, multiply_item, jnp.int32(0))
+            plgpu.wait_smem_to_gmem(0)
+
+    scratch: dict[str, Any] = {}
+    if packed:
+        scratch["weight_slots"] = plgpu.SMEM((stages, groups, COLUMNS, step // 2), jnp.uint8)
+        scratch["scale_slots"] = plgpu.SMEM((2, groups, COLUMNS, width // 32), jnp.uint8)
+        if interpret is not None:
+            scratch["plain"] = plgpu.SMEM((groups, COLUMNS, step), jnp.bfloat16)
+    else:
+        scratch["weight_slots"] = plgpu.SMEM((stages, groups * COLUMNS, step), rows.dtype, transforms=_SWIZZLED)
+    scratch["row_slots"] = plgpu.SMEM((stages, widest, step), rows.dtype, transforms=_SWIZZLED)
+    scratch["turned"] = plgpu.SMEM((groups, widest, COLUMNS), out_dtype, transforms=_SWIZZLED)
+    scratch["edges"] = plgpu.SMEM((groups, 2, BLOCK, COLUMNS), out_dtype)
+    if interpret is not None:
+        scratch["flipped"] = plgpu.SMEM((groups, step, widest), rows.dtype)
+    scratch["full"] = plgpu.Barrier(num_arrivals=1 + (groups if packed else 1), num_barriers=stages)
+    if cluster > 1:
+        scratch["empty"] = plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=groups, num_barriers=stages)
+    else:
+        scratch["empty"] = plgpu.Barrier(num_arrivals=groups, num_barriers=stages)
+    if packed:
+        scratch["scale_full"] = plgpu.Barrier(num_arrivals=groups, num_barriers=2)
+        scratch["scale_empty"] = plgpu.Barrier(num_arrivals=groups, num_barriers=2)
+
+    mesh: dict[str, Any] = {"cluster": (cluster,), "cluster_names": ("cluster",)} if cluster > 1 else {}
+    if interpret is not None:
+        mesh["interpret"] = interpret
+    operands = (weights.packed, weights.scale) if isinstance(weights, Mxfp4) else (weights,)
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((num_rows, out_width), out_dtype),
+        grid=(clusters,),
+        grid_names=("block",),
+        num_threads=groups + 1,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        **mesh,
+    )(*work, rows, *operands)
+
+
+def _store(ref: Any, value: Any) -> None:
+    """ref[...] = value, of a few numbers whose bank conflicts don't matter and which newer versions refuse."""
+    store = getattr(plgpu, "store", None)
+    if store is None:
+        ref[...] = value
+    else:
+        store(ref, value, optimized=False)
