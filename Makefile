@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# libtpu comes with the tools, to compile for TPUs that aren't there; where none is, it writes that it looked for one.
 export JAX_PLATFORMS ?= cpu
 
 # What tells fastest whether a new Python or jax breaks anything.

@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ from kimi_jax.model import Decoder
 from kimi_jax.parallel.decoder import MeshDecoder
 from kimi_jax.parallel.hosts import is_first
 from kimi_jax.params import Params
+from kimi_jax.planning.strategy import choose_mesh
 from kimi_jax.programs import Programs
 from kimi_jax.sharding import RULES, Rule, make_mesh
 from kimi_jax.text import Tokenizer
@@ -85,7 +86,7 @@ class Kimi:
         directory: str | Path,
         dtype: DTypeLike | None = None,
         *,
-        mesh: Mesh | Mapping[str, int] | None = None,
+        mesh: Mesh | Mapping[str, int] | Literal["auto"] | None = None,
         rules: Mapping[str, Rule] | None = None,
         verify: bool = False,
         implementation: Implementation | None = None,
@@ -100,7 +101,8 @@ class Kimi:
             dtype: of weights and activations: bfloat16, float32 or float64 (with jax_enable_x64). None: the config's.
                 Parameters that must be float32 stay so, and packed MXFP4 experts stay packed.
             mesh: devices to spread the model over: a mesh with axes of `sharding.MESH_AXES`, or their sizes, as in
-                `{"expert": 4, "tensor": 2}`. Each process reads only what its own devices hold. None: the default device.
+                `{"expert": 4, "tensor": 2}`; "auto" spreads it over all devices as the planner finds best. Each process
+                reads only what its own devices hold. None: the default device.
             rules: mesh axes of each logical axis of the parameters, when the compiler shall spread the computation
                 after them. None: `sharding.RULES`, and every operation runs on local arrays (see `MeshDecoder`).
             verify: first compare the tensors with their recorded checksums, for checkpoints that this library wrote.
@@ -122,7 +124,9 @@ class Kimi:
         config = KimiConfig.from_directory(directory)
         dtype = _legal_dtype(config.dtype if dtype is None else dtype)
         progress = progress and is_first()
-        if isinstance(mesh, Mapping):
+        if isinstance(mesh, str):
+            mesh = _chosen_mesh(config, mesh, progress)
+        elif isinstance(mesh, Mapping):
             mesh = make_mesh(mesh)
         alone = Decoder(config, implementation)
         decoder = alone if mesh is None or rules is not None else MeshDecoder(config, mesh, implementation)
@@ -338,6 +342,17 @@ def _directory(source: Any, progress: bool) -> Path:
             "the Hugging Face hub."
         )
     return found
+
+
+def _chosen_mesh(config: KimiConfig, name: str, progress: bool) -> Mesh | None:
+    if name != "auto":
+        raise ValueError(
+            f"mesh={shown(name)} must be 'auto', sizes of axes as in {{'expert': 4}}, a jax Mesh, or None."
+        )
+    sizes, reason = choose_mesh(config, jax.devices())
+    if progress:
+        print(f"kimi_jax: mesh {sizes or 'of one device'}: {reason}", file=sys.stderr, flush=True)
+    return make_mesh(sizes) if sizes else None
 
 
 def _bounded(changes: dict[str, Any], max_new_tokens: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-COMMANDS = ("demo", "generate", "chat", "convert", "inspect", "init")
+COMMANDS = ("demo", "generate", "chat", "convert", "inspect", "init", "plan")
 """Modules of `kimi_jax.commands`, in the order in which help lists them."""
 
 

@@ -23,6 +23,11 @@ Keys = TypeVar("Keys")
 class Shards:
     """One device that holds everything. Operations take what those of `pallas_kernels` take, and differ where said."""
 
+    @property
+    def whole_rows(self) -> bool:
+        """Whether this device has all tokens of its rows, and all heads."""
+        return True
+
     # Tokens
 
     def first_token(self, tokens: int) -> Int[Array, ""] | int:
@@ -51,7 +56,7 @@ class Shards:
 
     # Keys
 
-    def new_keys(self, keys: Keys, positions: Int[Array, "B T"]) -> tuple[Keys, Int[Array, "B T"]]:
+    def new_keys(self, keys: Keys, positions: Int[Array, "B T"]) -> tuple[Keys, Int[Array, "B S"]]:
         """The keys of all new tokens of the rows, with their places: what the caches are written from."""
         return keys, positions
 

@@ -32,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Loads the model and chats until the end of the input."""
+    if arguments.hosts is not None:
+        raise ValueError("chat talks with one terminal: with --hosts use generate, or Kimi.chat in every process.")
     settings = model_arguments.sampling_changes(arguments)
     if arguments.no_thinking:
         settings["thinking"] = False

@@ -95,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of weights and activations (default: float32 on a CPU, which is faster there; else bfloat16)",
     )
     parser.add_argument("--no-compilation-cache", action="store_true", help="don't keep compiled programs")
-    parser.set_defaults(implementation=None, compilation_cache=None, quiet=False)
+    parser.set_defaults(implementation=None, compilation_cache=None, quiet=False, mesh=None, hosts=None)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -38,6 +38,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=("bfloat16", "float32"), help="of weights and activations (default: the model's)"
     )
     run.add_argument("--implementation", choices=("reference", "xla", "tpu", "gpu"), help="of every operation")
+    run.add_argument(
+        "--mesh",
+        metavar="AXIS=N,...",
+        help="spread the model over devices, as in expert=4,tensor=2; auto lets the planner decide",
+    )
+    run.add_argument(
+        "--hosts",
+        metavar="auto|ADDRESS:PORT,COUNT,NUMBER",
+        help="this is one of several processes that run the model together; auto finds the others (TPU pods, SLURM, "
+        "Open MPI, Kubernetes)",
+    )
     cache = run.add_mutually_exclusive_group()
     cache.add_argument(
         "--compilation-cache",
@@ -66,13 +77,34 @@ def sampling_changes(arguments: argparse.Namespace) -> dict[str, Any]:
     return changes
 
 
+def connect(arguments: argparse.Namespace) -> None:
+    """Joins the other processes, before anything asks for a device; only the first one goes on to print.
+
+    Raises:
+        ValueError: `--hosts` has another form, or comes without `--mesh`.
+    """
+    if arguments.hosts is None:
+        return
+    from kimi_jax.parallel import hosts
+
+    if arguments.mesh is None:
+        raise ValueError("--hosts without --mesh: say how the model is spread over their devices, or --mesh auto.")
+    hosts.connect(*hosts.parse_hosts(arguments.hosts))
+    if not hosts.is_first():
+        arguments.quiet = True
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+
+
 def load(arguments: argparse.Namespace) -> "Kimi":
     """Loads the model."""
+    connect(arguments)
     from kimi_jax import Kimi
+    from kimi_jax.sharding import parse_mesh
 
     model = Kimi.from_pretrained(
         arguments.model,
         dtype=arguments.dtype,
+        mesh=arguments.mesh if arguments.mesh in (None, "auto") else parse_mesh(arguments.mesh),
         implementation=arguments.implementation,
         compilation_cache=arguments.compilation_cache or not arguments.no_compilation_cache,
         progress=not arguments.quiet,

@@ -243,13 +243,18 @@ class MeshDecoder(Decoder):
         """How a cache of so many rows is spread: a `Cache` of partition specs."""
         shards = self._shards(batch, split=False)
         rows, places = shards.rows, P(None, shards.rows, shards.sequence)
-        return Cache(
-            lengths=P(rows),
-            kda_state=P(None, rows, "tensor"),
-            conv_tail=P(None, rows, None, None, "tensor"),
-            latent=places,
-            index_key=None if self.config.dsa is None else places,
-        )
+        specs = {
+            "lengths": P(rows),
+            "kda_state": P(None, rows, "tensor"),
+            "conv_tail": P(None, rows, None, None, "tensor"),
+            "latent": places,
+            "index_key": places,
+        }
+        # A cache of anything but arrays can't be made by calling the class, which checks what it is given.
+        parts = self._size(shards.sequence)
+        shapes = jax.eval_shape(lambda: Cache.allocate(self.config, batch, 1, parts=parts))
+        leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
+        return jax.tree.unflatten(structure, [specs[path[-1].name] for path, _ in leaves])
 
     def _shards(self, batch: int, *, split: bool) -> MeshShards:
         rows, sequence = axes_of(batch, self._sizes)

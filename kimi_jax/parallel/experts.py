@@ -125,7 +125,7 @@ def run_experts_sharded(
     per_token = routing.experts.shape[1]
 
     def form(kind: Exchange) -> "_Form":
-        block, window = _sizes(kind, x, per_token, stack, size, budget)
+        block, window = block_and_window(kind, x.shape, x.dtype.itemsize, per_token, stack.down.shape[2], size, budget)
         return _Form(
             kind,
             axes,
@@ -416,10 +416,21 @@ def _check(
         )
 
 
-def _sizes(kind: Exchange, x: Array, per_token: int, stack: ExpertStack, size: int, budget: int) -> tuple[int, int]:
-    """Tokens of a block and rows of a window for the budget."""
-    tokens, width = x.shape
-    inner, item = stack.down.shape[2], x.dtype.itemsize
+def block_and_window(
+    kind: Exchange, rows: tuple[int, ...], item: int, per_token: int, inner: int, size: int, budget: int = BUDGET
+) -> tuple[int, int]:
+    """Tokens of a block and rows of a window for a budget.
+
+    Args:
+        kind: how tokens meet their experts.
+        rows: tokens of a device, and their width.
+        item: bytes of an element.
+        per_token: experts of a token.
+        inner: F, the experts' inner width.
+        size: devices that share the experts.
+        budget: bytes for temporaries.
+    """
+    tokens, width = rows
     window_row = item * (4 * width + 3 * inner)
     # Rows that meet a device's experts, of each token of a block, if the routing is even.
     even = per_token if kind == "ragged" else per_token * (1 if kind == "gathered" else 1 / size)
@@ -619,9 +630,13 @@ def _scan(step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, blocks: tuple
     return carry, jax.tree.map(lambda array: array[None], result)
 
 
-def _while(count: Int[Array, ""], step: Callable[[Array, Any], Any], carry: Any, like: Any) -> Any:
+def _while(
+    count: Int[Array, ""], step: Callable[[Array, Any], Any], carry: Any, like: Any, name: str = "expert_windows"
+) -> Any:
+    """A loop of a length that only devices know, with a name by which plans know it."""
     carry, _ = align(carry, like)
-    return jax.lax.fori_loop(0, count, step, carry)
+    with jax.named_scope(name):
+        return jax.lax.fori_loop(0, count, step, carry)
 
 
 # Rows of one device's experts out of tokens that it holds itself.
@@ -696,7 +711,7 @@ def _add_up(
             part = jnp.take_along_axis(weights, at, axis=1).astype(total.dtype) * part
         return total + jnp.where((index < count)[:, None], part, 0)
 
-    return _while(jnp.max(count), add, total, (outputs, place, total))
+    return _while(jnp.max(count), add, total, (outputs, place, total), "expert_sums")
 
 
 def _local_forward(form: _Form, block: _Block, stack: _Stack, device: Int[Array, ""]) -> Float[Array, "M D"]:

@@ -43,7 +43,12 @@ class MeshShards(Shards):
     expert_budget: int = 2**28
 
     @property
-    def cache_parts(self) -> int:  # type: ignore[override]
+    def whole_rows(self) -> bool:
+        """Whether this device has all tokens of its rows, and all heads."""
+        return not self.split and jax.lax.axis_size("tensor") == 1
+
+    @property
+    def cache_parts(self) -> int:
         """How many devices share the places of a cache's row."""
         return jax.lax.axis_size(self.sequence)
 
@@ -86,7 +91,7 @@ class MeshShards(Shards):
 
     # Keys
 
-    def new_keys(self, keys: Keys, positions: Int[Array, "B T"]) -> tuple[Keys, Int[Array, "B T"]]:
+    def new_keys(self, keys: Keys, positions: Int[Array, "B T"]) -> tuple[Keys, Int[Array, "B S"]]:
         """The keys of all new tokens of the rows, with their places."""
         return gather_tokens((keys, positions), self.sequence) if self.split else (keys, positions)
 

@@ -1,4 +1,7 @@
-"""What a program would need on devices that aren't there: compiled ahead of time, counted, and set against their peaks.
+"""Which mesh to run on, and what a program would need on devices that aren't there.
+
+`strategy` chooses a mesh from shapes and published peaks, `compile` compiles its programs ahead of time, the rest counts
+what they do and sets it against the peaks. `kimi-jax plan` does all of it.
 
 mesh = topology_mesh("v5p:8x8x8", {"data": 1, "context": 4, "expert": 16, "tensor": 8})
 with jax.set_mesh(mesh):

@@ -31,6 +31,8 @@ _NO_WORK = frozenset(
     {
         "AllocateBuffer",
         "AssumeGatherIndicesInBound",
+        "AsyncCollectiveDone",
+        "AsyncCollectiveStart",
         "ConcatBitcast",
         "GatherScatterIndicesBitpacked",
         "MoveToDevice",

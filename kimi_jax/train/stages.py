@@ -49,7 +49,8 @@ def compile_stage(decoder: Decoder, stage: Stage, batch: Batch) -> TrainStep:
     """The step of a stage, compiled for batches like `batch` without running anything; may be called in a thread."""
     optimizer = make_optimizer(decoder, stage.optimizer, stage.schedule, stage.trainable)
     shapes = jax.eval_shape(lambda: init_state(init_params(decoder), optimizer))
-    return jax.jit(make_train_step(decoder, optimizer, stage.step), donate_argnums=0).lower(shapes, batch).compile()
+    step: Any = make_train_step(decoder, optimizer, stage.step)  # a jitted function, as its type doesn't say
+    return step.lower(shapes, batch).compile()
 
 
 def run_stage(

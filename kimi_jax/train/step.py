@@ -84,6 +84,12 @@ def make_train_step(
 
     def loss(decoder: Decoder, params: Params, part: _Part) -> tuple[Array, dict[str, Array]]:
         """Its share of the loss, and what adds up over parts and devices."""
+        if config.indexer is not None and not decoder.shards.whole_rows:
+            raise ValueError(
+                f"indexer={config.indexer!r} needs all heads and whole rows on a device, to compare the indexer with the "
+                "attention of all heads; on a mesh with tensor=1 and context=1, and rows that data x expert divides, it "
+                "can learn."
+            )
         cast = _cast(decoder, params, config.dtype)
         hidden, found = decoder.hidden(cast, part.tokens, segment_ids=part.segment_ids, observer=observer)
         losses = token_losses(decoder, params, hidden, part.wanted)

@@ -89,8 +89,9 @@ def _product(
             rows, weights = operands
             weight = jax.tree.map(lambda leaf: _index(leaf, group_offset + at.group), weights)
             if isinstance(weight, Mxfp4):
-                weight = _dequantize(weight, rows.dtype)
-            product = buffer.pack(einsum(spec, at.read(rows), weight, out=out_dtype))
+                product = buffer.pack(_packed_product(spec, at.read(rows), weight, out_dtype))
+            else:
+                product = buffer.pack(einsum(spec, at.read(rows), weight, out=out_dtype))
             old = jax.lax.dynamic_slice_in_dim(result, at.start, tile)
             return jax.lax.dynamic_update_slice_in_dim(result, jnp.where(at.mine, product, old), at.start, axis=0)
 
@@ -140,17 +141,37 @@ def _index(stack: Array, index: Int[Array, ""]) -> Array:
     return jax.lax.dynamic_index_in_dim(stack, index, keepdims=False)
 
 
-def _dequantize(weight: Mxfp4, dtype: DTypeLike) -> Float[Array, "F D"]:
-    """One expert's weights; on TPU 128 output rows at a time.
+def _packed_product(spec: str, rows: Float[Array, "C X"], weight: Mxfp4, out_dtype: DTypeLike) -> Float[Array, "C Y"]:
+    """einsum(spec, rows, weight), of one expert.
 
-    Unpacking goes through axes of 2 and 32 elements, which a TPU pads to 128 lanes: 32 bytes an element for a whole
-    expert, in its main memory. A block of rows stays on chip.
+    Unpacked in order, weights go through axes of 2 and 32 elements, which a TPU pads to 128 lanes in its main memory:
+    40 times the bytes of the packed expert were read and written for each tile, and the stacks of scales of all layers
+    were copied to another layout for each layer.
     """
-    return jax.lax.platform_dependent(
-        weight,
-        tpu=lambda weight: jax.lax.map(lambda row: row.dequantize(dtype), weight, batch_size=128),
-        default=lambda weight: weight.dequantize(dtype),
-    )
+
+    def whole(rows: Array, weight: Mxfp4) -> Array:
+        return einsum(spec, rows, weight.dequantize(rows.dtype), out=out_dtype)
+
+    def halves(rows: Array, weight: Mxfp4) -> Array:
+        return product_by_halves(spec, rows, weight, out_dtype)
+
+    return jax.lax.platform_dependent(rows, weight, tpu=halves, default=whole)
+
+
+def product_by_halves(spec: str, rows: Float[Array, "C X"], weight: Mxfp4, out_dtype: DTypeLike) -> Float[Array, "C Y"]:
+    """einsum(spec, rows, weight) with even and odd inputs multiplied apart, so that no weight changes its place.
+
+    Args:
+        spec: "md,fd->mf", or "mf,fd->md", the product with the transposed weight.
+        rows: of one expert.
+        weight: [F, D].
+        out_dtype: of the result.
+    """
+    even, odd = weight.even_odd(rows.dtype)
+    if spec == "md,fd->mf":
+        return (einsum(spec, rows[:, 0::2], even) + einsum(spec, rows[:, 1::2], odd)).astype(out_dtype)
+    both = [einsum(spec, rows, half, out=out_dtype) for half in (even, odd)]
+    return jnp.stack(both, axis=-1).reshape(rows.shape[0], -1)
 
 
 @dataclass(frozen=True)
@@ -223,4 +244,5 @@ def _for_each_tile(
         return step(carry, _Tile(tiles.group[index], tiles.number[index] == 0, start, mine[:, None]), tied)
 
     carry, _ = align(carry, operands)
-    return jax.lax.fori_loop(0, tiles.used, trip, carry)
+    with jax.named_scope(f"tiles_of_{tile}_rows"):
+        return jax.lax.fori_loop(0, tiles.used, trip, carry)

@@ -27,6 +27,7 @@ import numpy as np
 
 from pallas_kernels.manual_axes import align
 from pallas_kernels.precision import at_least_float32, einsum
+from pallas_kernels.target import platform
 
 ChunkScan = Literal["sequential", "segments", "associative"]
 Tree = TypeVar("Tree")
@@ -532,7 +533,7 @@ def _pair_bytes(tokens: _Tokens, state: jax.Array) -> int:
 
 def best_chunk_scan(sequences: int) -> ChunkScan:
     """The form of the pass over chunks that suits the machine, for so many rows times heads."""
-    return "associative" if jax.default_backend() == "gpu" and sequences <= FEW else "sequential"
+    return "associative" if platform() == "gpu" and sequences <= FEW else "sequential"
 
 
 def _round_up(n: int, multiple: int) -> int:
@@ -545,4 +546,4 @@ def _chunks_in_flight(width: int) -> int:
     A CPU wants them in its cache (1024 tokens of 8 heads on one core: 19 ms with 16, 49 ms with 64), an accelerator
     wants enough to fill it: about 1 GiB of them.
     """
-    return 16 if jax.default_backend() == "cpu" else 2**18 // width
+    return 16 if platform() == "cpu" else 2**18 // width

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.lightning_indexer.blocks import pinned
 from pallas_kernels.lightning_indexer.visibility import Visibility
 from pallas_kernels.precision import at_least_float32, einsum
+from pallas_kernels.target import platform
 
 
 class Selection(NamedTuple):
@@ -65,7 +66,8 @@ def score_keys(
 
     scores = jnp.full((*q.shape[:2], num_keys), -jnp.inf, dtype)
     tiles = (visibility.end(num_keys) + tile - 1) // tile
-    return jax.lax.fori_loop(0, tiles, step, scores)
+    with jax.named_scope(f"scored_tiles_of_{tile}_keys"):
+        return jax.lax.fori_loop(0, tiles, step, scores)
 
 
 def select(scores: Float[Array, "B T S"], top_k: int) -> Selection:
@@ -75,7 +77,7 @@ def select(scores: Float[Array, "B T S"], top_k: int) -> Selection:
     if num_keys <= top_k:
         return Selection(scores, jnp.full(scores.shape[:-1], -jnp.inf, scores.dtype), no_cutoff)
 
-    threshold = kth_largest(scores, top_k, 1 if jax.default_backend() == "cpu" else 4)
+    threshold = kth_largest(scores, top_k, 1 if platform() == "cpu" else 4)
     above = _count(scores > threshold[..., None])
     wanted = top_k - above
     tied = (threshold > -jnp.inf) & (_count(scores == threshold[..., None]) > wanted)

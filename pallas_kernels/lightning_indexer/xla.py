@@ -11,17 +11,18 @@ from pallas_kernels.lightning_indexer.blocks import in_blocks, plan
 from pallas_kernels.lightning_indexer.select import score_keys, select, select_block, selected_indices
 from pallas_kernels.lightning_indexer.visibility import Visibility
 from pallas_kernels.precision import at_least_float32
+from pallas_kernels.target import platform
 
 
 def score_rows() -> int:
     """Queries scored together: enough for full throughput once multiplied by the indexer's heads."""
-    return 64 if jax.default_backend() == "cpu" else 512
+    return 64 if platform() == "cpu" else 512
 
 
 def score_tile(k: Float[Array, "B S K"], budget_bytes: int) -> int:
     """Keys scored together; fewer where two copies of the tile would fill a quarter of the budget."""
     batch, num_keys, width = k.shape
-    wanted = 512 if jax.default_backend() == "cpu" else 4096
+    wanted = 512 if platform() == "cpu" else 4096
     return max(1, min(wanted, num_keys, budget_bytes // (8 * batch * width * at_least_float32(k).itemsize)))
 
 

@@ -17,13 +17,14 @@ from pallas_kernels.lightning_indexer.validate import (
     check_visibility,
 )
 from pallas_kernels.sparse_mla import dense, kl, reference, xla
+from pallas_kernels.target import platform
 
 __all__ = ["default_budget_bytes", "dense_mla", "dsa_mla", "indexer_kl", "latent_mla", "sparse_mla"]
 
 
 def default_budget_bytes() -> int:
     """Working memory of an operation that isn't told a bound: 256 MiB on a CPU, 2 GiB on an accelerator."""
-    return 2**28 if jax.default_backend() == "cpu" else 2**31
+    return 2**28 if platform() == "cpu" else 2**31
 
 
 def sparse_mla(

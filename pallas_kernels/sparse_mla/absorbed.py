@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.precision import einsum
 from pallas_kernels.sparse_mla.attend import Mask, Settings, attend_tiles
+from pallas_kernels.target import platform
 
 
 def product_rows() -> int:
@@ -12,12 +13,12 @@ def product_rows() -> int:
 
     A CPU wants what it works on in its caches; an accelerator is idle between short steps.
     """
-    return 1024 if jax.default_backend() == "cpu" else 16384
+    return 1024 if platform() == "cpu" else 16384
 
 
 def key_tile(num_keys: int, key_bytes: int, budget_bytes: int) -> int:
     """Keys per tile; fewer where three copies of the tile would fill more than half the budget."""
-    wanted = 256 if jax.default_backend() == "cpu" else 2048
+    wanted = 256 if platform() == "cpu" else 2048
     return max(1, min(wanted, num_keys, budget_bytes // (6 * key_bytes)))
 
 

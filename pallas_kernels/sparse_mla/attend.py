@@ -65,12 +65,9 @@ def attend_with_lse(
         return new_top, total * shrink + jnp.sum(p, axis=-1), acc
 
     rows = q.shape[:-1]
-    top, total, acc = jax.lax.fori_loop(
-        0,
-        _num_tiles(settings, k, mask),
-        step,
-        (jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype), jnp.zeros((*rows, settings.value_width), dtype)),
-    )
+    first = (jnp.full(rows, -jnp.inf, dtype), jnp.zeros(rows, dtype), jnp.zeros((*rows, settings.value_width), dtype))
+    with jax.named_scope(f"tiles_of_{settings.tile}_keys"):
+        top, total, acc = jax.lax.fori_loop(0, _num_tiles(settings, k, mask), step, first)
     some = jnp.where(total == 0, 1, total)
     return acc / some[..., None], jnp.where(total == 0, -jnp.inf, top + jnp.log(some))
 
@@ -102,7 +99,8 @@ def _attend_backward(settings: Settings, saved: tuple, do: jax.Array) -> tuple:
         return dq, dk, dv
 
     zeros = jnp.zeros(q.shape, dtype), jnp.zeros(k.shape, dtype), jnp.zeros((*k.shape[:-1], do.shape[-1]), dtype)
-    dq, dk, dv = jax.lax.fori_loop(0, _num_tiles(settings, k, mask), step, zeros)
+    with jax.named_scope(f"tiles_of_{settings.tile}_keys"):
+        dq, dk, dv = jax.lax.fori_loop(0, _num_tiles(settings, k, mask), step, zeros)
     if v is None:
         dk = dk.at[..., : settings.value_width].add(dv)
         return dq.astype(q.dtype), dk.astype(k.dtype), None, None

@@ -15,6 +15,7 @@ from pallas_kernels.precision import at_least_float32
 from pallas_kernels.sparse_mla.absorbed import absorb, attend_latent, expand, key_tile, product_rows
 from pallas_kernels.sparse_mla.attend import Mask, Settings, attend_selected
 from pallas_kernels.sparse_mla.dense import dense_mla
+from pallas_kernels.target import platform
 
 # Dense scores with the selection as a mask beat gathering while heads * keys stay below this many times top_k, once
 # several queries share a tile of keys (on CPUs measured from 8 to 96 heads and 2 to 8 keys per selected key). For
@@ -89,7 +90,7 @@ def dsa_mla(
             budget_bytes=budget_bytes,
         )
     if form is None:
-        limit = MASK_HEAD_KEYS.get(jax.default_backend(), MASK_HEAD_KEYS["cpu"])
+        limit = MASK_HEAD_KEYS.get(platform(), MASK_HEAD_KEYS["cpu"])
         mask_wins = queries >= MASK_QUERIES and heads * num_keys <= limit * top_k
         form = "mask" if mask_wins else "gather"
     item = at_least_float32(q, latent).itemsize
