@@ -51,6 +51,7 @@ class Data:
         documents = load_documents(path)
         with np.load(path) as arrays:
             kinds = arrays["kinds"][arrays["book"]]
+        self.once = documents
         self.documents = [d for d, kind in zip(documents, kinds, strict=True) for _ in range(READINGS[str(kind)])]
         self.tasks: Tasks = load_tasks(folder, Tokenizer.from_directory(folder / "tokenizer"))
         self._mean = sum(map(len, self.documents)) / len(self.documents)
@@ -58,6 +59,27 @@ class Data:
     def batch(self, mixture: Mixture, seed: int, step: int) -> Batch:
         """The batch of a step; passages come in shuffled epochs, chats are drawn anew."""
         return pack(self._examples(mixture, seed, step), mixture.rows, mixture.length)
+
+    def plain_batch(self, rows: int, length: int, chats: float, seed: int) -> Batch:
+        """Passages as the held-out ones are, every one as likely, and a share of tokens of chats."""
+        rng = np.random.default_rng([seed, 2])
+        mixture = Mixture(rows, length, {"recall": 1.0}, (200, length))
+
+        def examples() -> Iterator[Example]:
+            chatted = total = 0
+            while True:
+                chat = chatted <= chats * total
+                if chat:
+                    kinds: tuple[Kind, ...] = ("recall", "tools", "lists")
+                    example = self._chat(rng, kinds[rng.integers(len(kinds))], mixture)
+                else:
+                    tokens = self.once[rng.integers(len(self.once))][:length]
+                    example = Example(tokens, np.ones(len(tokens), bool))
+                total += len(example.tokens)
+                chatted += chat * len(example.tokens)
+                yield example
+
+        return pack(examples(), rows, length)
 
     def _examples(self, mixture: Mixture, seed: int, step: int) -> Iterator[Example]:
         rng = np.random.default_rng([seed, step])

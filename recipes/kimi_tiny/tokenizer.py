@@ -176,7 +176,7 @@ def load_documents(path: Path) -> list[np.ndarray]:
 
 def build(directory: Path, num_ranks: int = NUM_RANKS, num_chats: int = NUM_CHATS) -> Tokenizer:
     """Trains and writes the tokenizer, and encodes the corpus with it."""
-    from recipes.kimi_tiny.tasks import chat_texts
+    from recipes.kimi_tiny.chats import chat_texts
 
     folder = directory / "corpus"
     train, heldout = read_sections(folder / "train.jsonl"), read_sections(folder / "heldout.jsonl")

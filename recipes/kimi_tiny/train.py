@@ -3,13 +3,15 @@
     python -m recipes.kimi_tiny.train DIR OUT [--seeds 0,1] [--gpus 1] [--until pretrain]
 
 DIR is the work folder with the encoded corpus and the tokenizer (`corpus` and `tokenizer` make it). For each seed, in a
-process of its own, OUT/seed-N receives the states to resume from, `metrics.jsonl`, the checkpoint `sparse` (kimi-tiny) and
+process of its own, OUT/seed-N receives the states to resume from, `metrics.jsonl`, the checkpoint `kimi-tiny` and
 `report.json` with what was measured:
 
 1. pretrain: dense attention on rows of 2048 tokens.
 2. indexer: everything else frozen; the indexer learns from dense attention.
 3. sparse: attention over what the indexer selects, on rows of 8192 tokens, the learning rate falling to 0.
-4. dense: the same tokens as 3 from the same start, with dense attention.
+4. dense: the same tokens as 3 from the same start, with dense attention: what 3 is compared with.
+5. polish: 3 goes on at a low learning rate with more chats.
+6. finish: the mean of what 3 and 5 made, which keeps most of what each is better at, with the experts' biases settled.
 """
 
 import argparse
@@ -47,23 +49,28 @@ from kimi_jax.train import (
 )
 from recipes.kimi_tiny.data import Data, Mixture, Workers
 from recipes.kimi_tiny.evaluate import RECALL_LENGTH, forced_recall, text_quality
+from recipes.kimi_tiny.finish import mean, settle
 
 CONFIG = Path(__file__).parent / "config.json"
 SHARD_BYTES = 15 * 2**20
+SETTLING_BATCHES, SETTLING_ROUNDS, SETTLING_CHATS = 5, 3, 0.08
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Numbers of a run; the defaults made the model that ships."""
+    """Numbers of a run; the model that ships had 4250 steps in its first stage (see DATA.md)."""
 
     learning_rate: float = 3e-3
     final_rate: float = 0.3
     tokens: int = 32768
     short: int = 2048
     long: int = 8192
-    pretrain_steps: int = 5600
+    pretrain_steps: int = 4000
     indexer_steps: int = 100
     final_steps: int = 450
+    polish_rate: float = 0.15
+    polish_steps: int = 170
+    polish_share: float = 0.5
     recalls: int = 500
 
 
@@ -86,6 +93,18 @@ def stages(settings: Settings) -> dict[str, tuple[bool, Stage, Mixture]]:
     warmup = min(10, last // 10)
     falling = wsd_schedule(last, warmup=warmup, decay=last - warmup, peak=settings.final_rate)
     steady = wsd_schedule(first, warmup=min(100, first // 10), decay=first // 4, floor=settings.final_rate)
+    polishing = Mixture(
+        long.rows,
+        long.length,
+        {"recall": 0.30, "tools": 0.33, "arithmetic": 0.05, "lists": 0.12, "smalltalk": 0.01, "stories": 0.02},
+        long.recall_lengths,
+    )
+    low = wsd_schedule(
+        settings.polish_steps,
+        warmup=settings.polish_steps // 10,
+        decay=settings.polish_steps - settings.polish_steps // 10,
+        peak=settings.polish_rate,
+    )
     final = Stage("sparse", last, optimizer, falling, StepConfig(indexer="sparse"))
     return {
         "pretrain": (
@@ -107,6 +126,18 @@ def stages(settings: Settings) -> dict[str, tuple[bool, Stage, Mixture]]:
         ),
         "sparse": (False, final, long),
         "dense": (True, replace(final, name="dense", step=StepConfig()), long),
+        "polish": (
+            False,
+            Stage(
+                "polish",
+                settings.polish_steps,
+                optimizer,
+                low,
+                StepConfig(),
+                trainable=lambda path: not _of_indexer(path),
+            ),
+            polishing,
+        ),
     }
 
 
@@ -157,10 +188,13 @@ class SeedRun:
                 return
             start = jax.tree.map(np.asarray, params)
             sparse = jax.tree.map(np.asarray, self._stage("sparse", params, compiled))
-            self._save(sparse, "sparse")
-            measured = {"sparse": pool.submit(self._measure, False, sparse)}
+            measured = {"sparse": pool.submit(self._measure, "sparse", sparse)}
             dense = jax.tree.map(np.asarray, self._stage("dense", jax.tree.map(jax.numpy.asarray, start), compiled))
-            measured["dense"] = pool.submit(self._measure, True, dense)
+            measured["dense"] = pool.submit(self._measure, "dense", dense)
+            polished = self._stage("polish", jax.tree.map(jax.numpy.asarray, sparse), compiled)
+            finished = self._finish(jax.tree.map(jax.numpy.asarray, sparse), polished)
+            self._save(finished, "kimi-tiny")
+            measured["kimi-tiny"] = pool.submit(self._measure, "kimi-tiny", finished)
             found = {name: job.result() for name, job in measured.items()}
         found["sparse_over_dense"] = found["sparse"]["bits_per_byte"] / found["dense"]["bits_per_byte"]
         report = {"seed": self.seed, "settings": asdict(self.settings), "seconds": time.perf_counter() - self.began}
@@ -181,7 +215,7 @@ class SeedRun:
     def _stage(self, name: str, params: Params, compiled: dict[str, Future]) -> Params:
         dense, stage, mixture = self.plan[name]
         # A stage meets other chats than the one before it, but sparse and dense meet the same tokens.
-        data_seed = 1000 * self.seed + {"pretrain": 0, "indexer": 1, "sparse": 2, "dense": 2}[name]
+        data_seed = 1000 * self.seed + {"pretrain": 0, "indexer": 1, "sparse": 2, "dense": 2, "polish": 3}[name]
         batches = partial(prefetch, self.workers.batch_of(mixture, data_seed), workers=self.workers.executor)
         step = compiled[name].result() if name in compiled else None
         return run_stage(
@@ -196,14 +230,22 @@ class SeedRun:
             say=self.say,
         ).params
 
-    def _measure(self, dense: bool, params: Params) -> dict[str, Any]:
-        decoder, count = self.decoders[dense], self.settings.recalls
-        tasks = self.data.tasks
+    def _finish(self, sparse: Params, polished: Params) -> Params:
+        settings = self.settings
+        rows = settings.tokens // (2 * settings.short)
+        batches = [
+            self.data.plain_batch(rows, settings.short, SETTLING_CHATS, seed) for seed in range(SETTLING_BATCHES)
+        ]
+        params = mean(sparse, polished, settings.polish_share)
+        return jax.tree.map(np.asarray, settle(self.decoders[False], params, batches, SETTLING_ROUNDS))
+
+    def _measure(self, name: str, params: Params) -> dict[str, Any]:
+        decoder = self.decoders[name == "dense"]
         found = text_quality(decoder, params, self.kept)
-        if not dense:
+        if name == "kimi-tiny":
             length = min(RECALL_LENGTH, self.settings.long)
-            found["recall"] = forced_recall(decoder, params, tasks, count, length)
-        self.say(f"measured {'dense' if dense else 'sparse'}: {json.dumps(found)}")
+            found["recall"] = forced_recall(decoder, params, self.data.tasks, self.settings.recalls, length)
+        self.say(f"measured {name}: {json.dumps(found)}")
         return found
 
     def _save(self, params: Params, name: str) -> None:

@@ -58,7 +58,7 @@ class Words:
 
     Attributes:
         heldout: for the evaluation, from words that training never draws.
-        vocabulary: words in small letters that take the place of half of the others in training: who has copied every
+        vocabulary: words in small letters that take the place of a quarter of the others in training: who has copied every
             word there is copies new ones too. None of them may be held out, however it's spelled.
     """
 
@@ -79,7 +79,7 @@ class Words:
         return made_up(rng, heldout=self.heldout)
 
     def _any(self, rng: np.random.Generator) -> bool:
-        return bool(self.vocabulary) and not self.heldout and rng.random() < 0.5
+        return bool(self.vocabulary) and not self.heldout and rng.random() < 0.25
 
 
 def _pool(text: str) -> Pool:

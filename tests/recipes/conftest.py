@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kimi_jax.text import Tokenizer
-from recipes.kimi_tiny import tasks, tokenizer, words
+from recipes.kimi_tiny import chats, tokenizer, words
 from recipes.kimi_tiny.corpus import Section
 
 
@@ -39,8 +39,8 @@ def sections() -> list[Section]:
 
 @pytest.fixture(scope="session")
 def bpe(sections: list[Section], tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    chats = tasks.chat_texts(np.random.default_rng(0), 60)
-    model = tokenizer.train_model([*(s.text for s in sections), *chats], 1024)
+    texts = chats.chat_texts(np.random.default_rng(0), 60)
+    model = tokenizer.train_model([*(s.text for s in sections), *texts], 1024)
     return tokenizer.write_tokenizer(Path(tmp_path_factory.mktemp("tokenizer")), tokenizer.ranks_of(model))
 
 

@@ -9,7 +9,7 @@ import pytest
 from kimi_jax.generate.chat import ChatOptions
 from kimi_jax.generate.language import Language
 from kimi_jax.text import Tokenizer, chat_format, collect
-from recipes.kimi_tiny import tasks as module
+from recipes.kimi_tiny import chats as module
 from recipes.kimi_tiny import words
 from recipes.kimi_tiny.tasks import KINDS, Example, Kind, Tasks
 from recipes.kimi_tiny.tools import TOOLS
@@ -247,3 +247,32 @@ def test_documents_without_sentences_or_stories_are_refused(bpe: Tokenizer) -> N
     plain = np.array(bpe.encode("The one is here. The two is there. The three is gone. The four"), np.uint16)
     with pytest.raises(ValueError, match="no document that speaks of one of the words in NOUNS"):
         Tasks(bpe, [plain])
+
+
+def test_words_of_the_books_are_copied_in_training_and_never_held_out(tasks: Tasks) -> None:
+    assert tasks.vocabulary
+    for word in tasks.vocabulary:
+        assert not words.is_heldout(word)
+        assert not words.is_heldout(word.capitalize())
+    plain, mixed = (
+        {
+            json.dumps(module.tool_chat(np.random.default_rng(seed), heldout=heldout, vocabulary=tasks.vocabulary).call)
+            for seed in range(300)
+        }
+        for heldout in (True, False)
+    )
+    known = set(tasks.vocabulary) | {word.capitalize() for word in tasks.vocabulary}
+    listed = {word for pool in (words.PEOPLE, words.CITIES, words.THINGS, words.TOPICS) for word in pool.words}
+    fresh = known - listed - {word.capitalize() for word in listed}
+    found = [set(re.findall(r"[A-Za-z]+", " ".join(calls))) & fresh for calls in (plain, mixed)]
+    # What a template says may be a word of the books too.
+    assert len(found[1]) > len(found[0])
+
+
+def test_the_evaluation_draws_nothing_from_the_vocabulary(tasks: Tasks) -> None:
+    for heldout in (module.tool_chat, module.word_list):
+        ours, without = (
+            heldout(np.random.default_rng(5), heldout=True, vocabulary=vocabulary)
+            for vocabulary in (tasks.vocabulary, ())
+        )
+        assert ours == without
