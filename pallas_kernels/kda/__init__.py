@@ -1,12 +1,12 @@
 """Kimi Delta Attention: linear attention with a state per head, a decay per key channel and the delta rule."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Implementation, always, choose
-from pallas_kernels.kda import reference, xla
+from pallas_kernels.kda import reference, tpu, xla
 from pallas_kernels.kda.gate import gate, l2_normalize
 from pallas_kernels.kda.xla import RUN, ChunkScan, best_chunk_scan
 from pallas_kernels.precision import at_least_float32
@@ -78,13 +78,16 @@ def kda(
         scale: of q; None: K^(-1/2).
         gate_lower_bound: a promise that g >= this bound, negative. From -5.5 up it makes `xla` faster; a g below the
             promised bound gives wrong results.
-        chunk_size: tokens a chunk, a multiple of 16. None: 64, or less for short sequences.
+        chunk_size: tokens a chunk, a multiple of 16. None: 64, or less for short sequences. The TPU kernel has 16, 32, 64
+            and 128.
         chunk_scan: how `xla` passes from chunk to chunk: one after the other ("sequential"), a few parts of the
             sequence side by side ("segments"), or as a tree over as many chunks as 1 GiB of K x (K + V) matrices allows
             ("associative"). The last two are for few heads and long sequences; the results differ by rounding. None:
             "associative" on a GPU with at most 128 rows times heads, where steps take longer to start than to run,
             else "sequential".
-        implementation: None takes the best that can run.
+        implementation: None takes the best that can run. "tpu" takes widths K and V that are multiples of 128, q, k and
+            v in float32 or bfloat16, and no state_positions. With bfloat16 its products keep 16 bits of each operand.
+            Its gradient is that of "xla".
 
     Returns:
         KdaOutput(o, final_state, states).
@@ -111,7 +114,18 @@ def kda(
         "kda",
         implementation,
         {
-            "tpu": lambda: "kda has no TPU kernel yet.",
+            "tpu": lambda: tpu.obstacle(
+                q,
+                k,
+                v,
+                g,
+                beta,
+                initial_state=initial_state,
+                state_positions=state_positions,
+                chunk_size=chunk_size,
+                chunk_scan=chunk_scan,
+                named=implementation == "tpu",
+            ),
             "gpu": lambda: "kda has no GPU kernel yet.",
             "xla": always,
             "reference": always,
@@ -119,14 +133,18 @@ def kda(
     )
     if initial_state is not None:
         initial_state = initial_state.astype(at_least_float32(q, k, v, g, beta, initial_state))
-    arguments = {
+    arguments: dict[str, Any] = {
         "initial_state": initial_state,
         "lengths": lengths,
         "segment_ids": segment_ids,
         "num_segments": num_segments,
-        "state_positions": state_positions,
         "scale": q.shape[-1] ** -0.5 if scale is None else scale,
     }
+    if choice.name == "tpu":
+        return KdaOutput(
+            *tpu.kda(q, k, v, g, beta, **arguments, gate_lower_bound=gate_lower_bound, chunk_size=chunk_size), None
+        )
+    arguments["state_positions"] = state_positions
     if choice.name == "reference":
         return KdaOutput(*reference.kda(q, k, v, g, beta, **arguments))
     return KdaOutput(

@@ -65,7 +65,9 @@ SPECS: tuple[KdaSpec, ...] = (
     KdaSpec("k3_prefill_128k_tp8", 1, 131072, K3_HEADS // 8),
     KdaSpec("k3_packed_mixed", 1, sum(MIXED), K3_HEADS, segments=MIXED),
     KdaSpec("k3_packed_8x1024", 1, 8192, K3_HEADS, segments=(1024,) * 8),
+    KdaSpec("k3_packed_mixed_tp8", 1, sum(MIXED), K3_HEADS // 8, segments=MIXED),
     KdaSpec("k3_decode_1", 1, 1, K3_HEADS),
     KdaSpec("k3_decode_64", 64, 1, K3_HEADS),
+    KdaSpec("k3_decode_256_tp8", 256, 1, K3_HEADS // 8),
     KdaSpec("k3_verify_8", 64, 8, K3_HEADS),
 )

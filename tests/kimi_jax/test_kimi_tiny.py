@@ -14,6 +14,9 @@ import pytest
 
 from kimi_jax import Kimi
 from kimi_jax.commands.demo import CALL, REQUEST, TOOLS
+from kimi_jax.embedded import MODELS
+from kimi_jax.haystack import hide
+from recipes.kimi_tiny.chats import tool_chat
 
 PASSAGES = json.loads((Path(__file__).parent / "heldout_passages.json").read_text(encoding="utf-8"))
 LENGTH = 1024
@@ -36,12 +39,36 @@ def bits(text: str) -> float:
 def test_it_knows_more_of_unseen_text_than_a_5_gram() -> None:
     found = [bits(passage["text"]) for passage in PASSAGES]
     wanted = [passage["kneser_ney_bits"] for passage in PASSAGES]
-    assert sum(found) < 0.93 * sum(wanted)
+    assert sum(found) < 0.92 * sum(wanted)
 
 
 def test_it_calls_a_tool() -> None:
     reply = model().chat([{"role": "user", "content": REQUEST}], tools=TOOLS, max_new_tokens=96)
     assert [(call.name, call.arguments) for call in reply.tool_calls] == [CALL]
+
+
+@pytest.mark.slow
+def test_it_calls_tools_with_words_that_training_never_had() -> None:
+    """19 of 20 were right in 200 that were asked; here most of 16 are."""
+    right = 0
+    for seed in range(16):
+        chat = tool_chat(np.random.default_rng([0x7E57, seed]), heldout=True)
+        reply = model().chat(chat.messages[:1], tools=chat.tools, max_new_tokens=96)
+        right += [{"name": call.name, "arguments": call.arguments} for call in reply.tool_calls] == [chat.call]
+    assert right >= 13
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tokens", "asked"), [(2000, 8), (7900, 4)])
+def test_it_finds_codes_in_long_texts(tokens: int, asked: int) -> None:
+    """16 codes stand in a text, all with names that training never had; chance is one in 100 000."""
+    haystack = hide(MODELS / "kimi-tiny", model().tokenizer, tokens)
+    secrets = haystack.secrets[:: len(haystack.secrets) // asked]
+    replies = model().chat(
+        [[{"role": "user", "content": haystack.ask(secret)}] for secret in secrets], max_new_tokens=32
+    )
+    right = sum(secret.code in (reply.text or "") for secret, reply in zip(secrets, replies, strict=True))
+    assert right >= asked - 1
 
 
 @pytest.mark.parametrize("passage", PASSAGES[:2], ids=lambda passage: passage["kind"])
