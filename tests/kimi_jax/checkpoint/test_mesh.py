@@ -68,7 +68,7 @@ print(*rows["embed"].sharding.spec)
 
 def test_any_mesh_gets_the_same_values_as_one_device(tmp_path: Path) -> None:
     """H16 too: each shard of a padded A_log holds its own heads' values."""
-    config = k3_config(moe_intermediate_size=256, num_attention_heads=8, num_key_value_heads=8)
+    config = k3_config(num_experts=8, moe_intermediate_size=256, num_attention_heads=8, num_key_value_heads=8)
     config["text_config"]["linear_attn_config"] |= {"num_heads": 8}
     source = random_checkpoint(tmp_path / "source", config)
     lines = run_script(CHECKED + ONE_PROCESS, source, tmp_path / "orbax", XLA_FLAGS=DEVICES.format(8)).splitlines()
