@@ -104,14 +104,16 @@ def test_the_lower_bound_is_wilson_s() -> None:
 
 def test_sparse_and_dense_meet_the_same_tokens_on_the_same_schedule() -> None:
     plan = stages(Settings())
-    assert list(plan) == ["pretrain", "indexer", "sparse", "dense"]
-    assert [dense for dense, _, _ in plan.values()] == [True, True, False, True]
+    assert list(plan) == ["pretrain", "indexer", "sparse", "dense", "polish"]
+    assert [dense for dense, _, _ in plan.values()] == [True, True, False, True, False]
     (_, sparse, of_sparse), (_, dense, of_dense) = plan["sparse"], plan["dense"]
     assert of_sparse == of_dense
     assert (sparse.steps, sparse.optimizer) == (dense.steps, dense.optimizer)
     assert [float(sparse.schedule(n)) for n in (0, 50, 169)] == [float(dense.schedule(n)) for n in (0, 50, 169)]
     assert plan["indexer"][1].trainable("mla.indexer.key")
     assert not plan["indexer"][1].trainable("mla.query")
+    assert plan["polish"][1].trainable("mla.query")
+    assert not plan["polish"][1].trainable("mla.indexer.key")
 
 
 def test_the_shipped_model_has_the_recipe_s_config() -> None:
