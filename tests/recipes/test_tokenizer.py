@@ -6,16 +6,16 @@ import pytest
 
 from kimi_jax.text import Tokenizer, chat_format
 from kimi_jax.text.tokenizer import NUM_CONTROL_TOKENS
-from recipes.kimi_tiny import corpus, tasks, tokenizer
+from recipes.kimi_tiny import chats, corpus, tokenizer
 from recipes.kimi_tiny.corpus import Section
 
 
 def test_ids_are_those_of_the_library_that_learned_the_ranks(sections: list[Section], tmp_path: Path) -> None:
-    chats = list(tasks.chat_texts(np.random.default_rng(1), 40))
-    model = tokenizer.train_model([*(s.text for s in sections), *chats], 700)
+    texts = list(chats.chat_texts(np.random.default_rng(1), 40))
+    model = tokenizer.train_model([*(s.text for s in sections), *texts], 700)
     ours = tokenizer.write_tokenizer(tmp_path, tokenizer.ranks_of(model))
     assert (ours.num_ranks, ours.vocab_size) == (700, 700 + NUM_CONTROL_TOKENS)
-    for text in [*(s.text for s in sections), *chats, "Déjà vu 漢字 x²\t\n\n  1234567 ½ don't DON'T \u00a0end"]:
+    for text in [*(s.text for s in sections), *texts, "Déjà vu 漢字 x²\t\n\n  1234567 ½ don't DON'T \u00a0end"]:
         ids = ours.encode(text)
         assert ids == model.encode(text).ids
         assert ours.decode(ids) == text
