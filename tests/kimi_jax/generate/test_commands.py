@@ -331,7 +331,11 @@ def process(*arguments: str, **options: Any) -> subprocess.CompletedProcess:
 
 
 def test_second_process_compiles_nothing(
-    model: Kimi, linear_directory: Path, compilation_cache: Path, capsys: pytest.CaptureFixture[str]
+    model: Kimi,
+    linear_directory: Path,
+    compilation_cache: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What this process has compiled, the next one finds; and the same comes out."""
     prompt = "Once upon a time"
@@ -347,6 +351,8 @@ def test_second_process_compiles_nothing(
 
     arguments = ["generate", str(linear_directory), "-", "--dtype", "float32", "--max-new-tokens", "8", "--temperature"]
     arguments += ["1", "--seed", "5", "--json", "--top-logprobs", "1", "--compilation-cache", str(compilation_cache)]
+    # Programs are kept by the devices that there are.
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", str(jax.device_count()))
     result = process(*arguments, input=prompt)
     assert result.returncode == 0, result.stderr
     assert len(json.loads(result.stdout)["token_ids"]) == 8
