@@ -193,9 +193,10 @@ def make_mesh(sizes: Mapping[str, int]) -> Mesh:
     Raises:
         ShardingError: an unknown axis, a size below 1, or more devices than there are.
     """
-    unknown = [axis for axis in sizes if axis not in MESH_AXES]
-    if unknown or min(sizes.values(), default=1) < 1:
-        raise ShardingError(f"mesh={dict(sizes)}; its axes must be some of {', '.join(MESH_AXES)}, of sizes from 1 on.")
+    if not all(axis in MESH_AXES and isinstance(size, int) and size > 0 for axis, size in sizes.items()):
+        raise ShardingError(
+            f"mesh={dict(sizes)}; its axes must be some of {', '.join(MESH_AXES)}, of whole sizes from 1 on."
+        )
     shape = tuple(sizes.get(axis, 1) for axis in MESH_AXES)
     count, there = math.prod(shape), jax.devices()
     if count > len(there):

@@ -63,6 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
     switches = "|".join(kind for kind, chip in CHIPS.items() if chip.fabric == "switch")
     gpus = re.fullmatch(rf"({switches}):([1-9][0-9]{{0,3}})", arguments.topology)
     topology = None if gpus else parse_topology(arguments.topology)
+    if arguments.svg is not None and (topology is None or arguments.estimate):
+        raise ValueError("--svg needs compiled programs; leave out --estimate, and name a TPU topology.")
     if topology is None and gpus is not None:
         plan = plan_mesh(config, CHIPS[gpus[1]], works, devices=int(gpus[2]), mesh=mesh)
     else:
@@ -86,9 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
         found, fits, picture = report.to_dict() | found, report.fits, report.to_svg()
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(found, indent=2, sort_keys=True) + "\n")
-    if arguments.svg is not None:
-        if picture is None:
-            raise ValueError("--svg needs compiled programs; leave out --estimate, and name a TPU topology.")
+    if arguments.svg is not None and picture is not None:
         arguments.svg.write_text(picture)
     return 0 if fits else 1
 

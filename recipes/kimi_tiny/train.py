@@ -58,7 +58,7 @@ SETTLING_BATCHES, SETTLING_ROUNDS, SETTLING_CHATS = 5, 3, 0.08
 
 @dataclass(frozen=True)
 class Settings:
-    """Numbers of a run; the model that ships had 4250 steps in its first stage (see DATA.md)."""
+    """Numbers of a run; the model that ships had 4250 steps in its first stage (see its card)."""
 
     learning_rate: float = 3e-3
     final_rate: float = 0.3

@@ -136,7 +136,7 @@ def test_missing_axes_are_added() -> None:
     ("sizes", "message"),
     [
         ({"rows": 2}, "axes must be some of data, context, expert, tensor"),
-        ({"tensor": 0}, "of sizes from 1 on"),
+        ({"tensor": 0}, "of whole sizes from 1 on"),
         ({"tensor": 16}, "needs 16 devices; there are 8"),
     ],
 )

@@ -61,6 +61,16 @@ def test_a_choice_is_shown_without_compiling(capsys: pytest.CaptureFixture[str],
     assert "which doesn't fit" in capsys.readouterr().out
 
 
+def test_a_picture_without_programs_is_refused_before_anything_is_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    files = tmp_path / "plan.json", tmp_path / "plan.svg"
+    for options in ("--topology v5e:2x2 --estimate", "--topology h200:8"):
+        assert main(f"plan kimi-k3-tiny {options} --json {files[0]} --svg {files[1]}".split()) == 1
+        assert "--svg needs compiled programs" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
