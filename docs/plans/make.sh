@@ -9,8 +9,14 @@ plan() {
     name=$1
     shift
     case $name in "$only"*) ;; *) return 0 ;; esac
-    kimi-jax plan "$@" --json "$name.json" --svg "$name.svg" >"$name.txt.new" || true
-    mv "$name.txt.new" "$name.txt"
+    # The status is 1 for programs that don't fit, which are reported too, and for mistakes, which leave no JSON.
+    if python -m kimi_jax.cli plan "$@" --json "$name.json.new" --svg "$name.svg.new" >"$name.txt.new" ||
+        [ -s "$name.json.new" ]; then
+        for kind in json svg txt; do mv "$name.$kind.new" "$name.$kind"; done
+    else
+        rm -f "$name.txt.new"
+        exit 1
+    fi
 }
 
 plan v5p-8x8x8-kimi-k31-pro kimi-k31-pro --topology v5p:8x8x8 --prefill-tokens 1048576 --decode-slots 64 --context 131072
