@@ -276,10 +276,11 @@ class Decoder:
     def _final(
         self, params: Params, partial: Float[Array, "B T D"], bank: Float[Array, "N B T D"] | None
     ) -> Float[Array, "B T D"]:
-        if bank is not None:
-            residual = bind(self.output_residual, params["output_residual"])
-            partial = residual(partial, bank, jnp.int32(bank.shape[0]), self.implementation)
-        return bind(self.final_norm, params["final_norm"])(partial)
+        norm = bind(self.final_norm, params["final_norm"])
+        if bank is None:
+            return norm(partial)
+        residual = bind(self.output_residual, params["output_residual"])
+        return residual(partial, bank, jnp.int32(bank.shape[0]), norm, self.implementation)
 
     def _observed(self, outputs: list[list[Observed]]) -> Observed:
         names = sorted({name for segment in outputs for run in segment for name in run})
@@ -320,24 +321,25 @@ class Decoder:
         size = self.config.attn_res_block_size
         block = bind(self.stacks["blocks"], weights["block"])
         partial, bank, cache = stream
-        h, seen = partial, Observed()
-        if size is not None and bank is not None:
+        seen = Observed()
+        if size is None or bank is None:
+            x = block.input_norm(partial)
+        else:
             num_rows = (index.layer + size - 1) // size
-            h = block.attention_residual(partial, bank, num_rows, self.implementation)
+            x = block.attention_residual(partial, bank, num_rows, block.input_norm, self.implementation)
             seen |= observer.residual("attention", block.attention_residual, partial, bank, num_rows)
             partial, bank = open_block(partial, bank, index.layer, size)
-        x = block.input_norm(h)
         mixer = bind(self.stacks[kind.mixer], weights["mixer"])
         run_mixer = self._kda if kind.mixer == "kda" else self._mla
         mixed, cache, found = run_mixer(mixer, index.mixer, x, rows, cache, observer)
         partial = partial + self.shards.total(mixed)
 
-        h = partial
-        if size is not None and bank is not None:
+        if size is None or bank is None:
+            x = block.post_attention_norm(partial)
+        else:
             num_rows = index.layer // size + 1
-            h = block.mlp_residual(partial, bank, num_rows, self.implementation)
+            x = block.mlp_residual(partial, bank, num_rows, block.post_attention_norm, self.implementation)
             seen |= observer.residual("ffn", block.mlp_residual, partial, bank, num_rows)
-        x = block.post_attention_norm(h)
         ffn = bind(self.stacks[kind.ffn], weights["ffn"])
         if kind.ffn == "dense":
             mixed = self.shards.total(ffn(x))

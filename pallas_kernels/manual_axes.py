@@ -22,3 +22,15 @@ def align(*trees: *Trees) -> tuple[*Trees]:
         missing = tuple(sorted(axes - jax.typeof(leaf).manual_axis_type.varying))
         aligned.append(jax.lax.pcast(leaf, missing, to="varying") if missing else leaf)
     return jax.tree.unflatten(structure, aligned)
+
+
+def axes_left_to_xla() -> str | None:
+    """Why a kernel can't be called here: the mesh has axes that XLA would split its arrays over. None: it has none."""
+    mesh = jax.sharding.get_abstract_mesh()
+    split = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in mesh.manual_axes]
+    if not split:
+        return None
+    return (
+        f"the mesh axes {', '.join(map(repr, split))} aren't manual here, and a kernel isn't split over a mesh by itself; "
+        "call it inside jax.shard_map."
+    )

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from kimi_jax.modules.norm import RMSNorm
 from kimi_jax.params import param
 from pallas_kernels.attn_res import attn_res
 from pallas_kernels.dispatch import Implementation
@@ -24,11 +25,20 @@ class AttentionResidual(nnx.Module):
         partial: Float[Array, "B T D"],
         bank: Float[Array, "N B T D"],
         num_rows: Int[Array, ""] | int,
+        norm: RMSNorm,
         implementation: Implementation | None = None,
     ) -> Float[Array, "B T D"]:
-        """The mixture of bank rows 0..num_rows-1 and the partial sum."""
+        """The mixture of bank rows 0..num_rows-1 and the partial sum, as `norm` leaves it for the sublayer."""
         return attn_res(
-            partial, bank, num_rows, self.query[...], self.norm[...], eps=self.eps, implementation=implementation
+            partial,
+            bank,
+            num_rows,
+            self.query[...],
+            self.norm[...],
+            eps=self.eps,
+            out_norm_weight=norm.weight[...],
+            out_eps=norm.eps,
+            implementation=implementation,
         )
 
     def weights(

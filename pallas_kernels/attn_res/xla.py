@@ -68,7 +68,7 @@ def _forward(
     return attn_res(partial, bank, num_rows, query, norm_weight, eps), (partial, bank, num_rows, query, norm_weight)
 
 
-def _backward(
+def backward(
     eps: float, arguments: tuple[Array, Array, Array, Array, Array], d_result: Array
 ) -> tuple[Array, Array, None, Array, Array]:
     """Gradients of result = Σ_r w_r v_r, w = softmax(s), s_r = ρ_r v_r·key, ρ_r = (mean v_r² + eps)^(−1/2).
@@ -114,7 +114,7 @@ def _backward(
     return d_partial, d_bank, None, d_query, d_norm_weight
 
 
-attn_res.defvjp(_forward, _backward)
+attn_res.defvjp(_forward, backward)
 
 
 def _score(

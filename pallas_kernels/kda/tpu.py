@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from pallas_kernels.kda import tpu_decode, tpu_prefill, xla
+from pallas_kernels.manual_axes import axes_left_to_xla
 from pallas_kernels.target import platform
 
 LANES = 128
@@ -69,13 +70,8 @@ def obstacle(
         return f"chunk_size is {chunk_size}; the TPU kernel has {', '.join(map(str, tpu_prefill.CHUNKS))}."
     if chunk_scan not in (None, "sequential"):
         return f"chunk_scan is {chunk_scan!r}; the TPU kernel goes through the chunks one after the other."
-    mesh = jax.sharding.get_abstract_mesh()
-    split = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in mesh.manual_axes]
-    if split:
-        return (
-            f"the mesh axes {', '.join(map(repr, split))} aren't manual here, and a kernel isn't split over a mesh by "
-            "itself; call it inside jax.shard_map."
-        )
+    if (left := axes_left_to_xla()) is not None:
+        return left
     if platform() != "tpu" and not (named and isinstance(q, Tracer)):
         return f"the TPU kernel needs a TPU, and the platform is {platform()!r}."
     return None

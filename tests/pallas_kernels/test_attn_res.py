@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from pallas_kernels.attn_res import attn_res, specs, xla
-from pallas_kernels.dispatch import Implementation, UnsupportedImplementationError
+from pallas_kernels.dispatch import Implementation
 
 B, T, D, R = 2, 5, 24, 3
 EPS = 1e-5
@@ -196,5 +196,3 @@ def test_what_does_not_fit_is_refused() -> None:
     partial, bank, query, norm_weight = (jnp.asarray(x, jnp.float32) for x in inputs(R))
     with pytest.raises(ValueError, match="num_rows is 4; the bank has room for 0 to 3 rows"):
         attn_res(partial, bank, 4, query, norm_weight)
-    with pytest.raises(UnsupportedImplementationError, match="attn_res has no GPU kernel yet"):
-        attn_res(partial, bank, 1, query, norm_weight, implementation="gpu")
