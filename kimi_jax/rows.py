@@ -50,7 +50,9 @@ def further_rows(
     batch, tokens = token_ids.shape
     if batch != cache.batch:
         raise ValueError(f"token_ids has {batch} rows, the cache {cache.batch}: they must be equal.")
-    lengths = jnp.full(batch, tokens, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
+    if lengths is None:
+        lengths = jnp.full(batch, shards.row_tokens(tokens), jnp.int32)
+    lengths = lengths.astype(jnp.int32)
     steps = shards.first_token(tokens) + jnp.arange(tokens, dtype=jnp.int32)
     positions = jnp.where(steps < lengths[:, None], cache.lengths[:, None] + steps, -1)
     return lengths, Rows(positions, lengths, None)

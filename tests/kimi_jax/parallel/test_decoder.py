@@ -2,9 +2,14 @@
 
 from collections.abc import Mapping
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from tests.mesh_cases import EXACT, differences
+from kimi_jax.parallel import MeshDecoder
+from kimi_jax.sharding import make_mesh
+from tests.mesh_cases import EXACT, alone, differences
 
 # Every axis alone or with others; heads and experts of the families divide.
 CHOSEN: tuple[tuple[str, Mapping[str, int]], ...] = (
@@ -25,3 +30,21 @@ def test_prefill_in_chunks_decode_and_packed_rows(family: str, mesh: Mapping[str
     """float32: values to 2e-4, experts, selected positions and greedy tokens equal; `benchmarks.meshes` has more meshes."""
     for name, found in differences(family, mesh).items():
         assert found == 0 if name in EXACT else found < 2e-4, name
+
+
+@pytest.mark.parametrize("mesh", [{"context": 2}, {"expert": 2}], ids=["context", "expert"])
+def test_a_prefill_without_lengths_fills_whole_rows(mesh: Mapping[str, int]) -> None:
+    """Rows that split evenly need no padding, and nobody counts their tokens."""
+    family = "kimi-linear-tiny"
+    single = alone(family)
+    split = MeshDecoder(single.decoder.config, make_mesh(mesh))
+    tokens = single.tokens[:1, :256]
+    found = []
+    for decoder in (single.decoder, split):
+        cache = decoder.allocate(1, 257, jnp.float32)
+        logits, cache = jax.jit(decoder.prefill)(single.params, tokens, cache)
+        after, cache = jax.jit(decoder.decode)(single.params, tokens[:, 0], cache)
+        assert np.asarray(cache.lengths).tolist() == [257]
+        found.append((np.asarray(logits), np.asarray(after)))
+    for one, two in zip(*found, strict=True):
+        np.testing.assert_allclose(two, one, atol=2e-4)
