@@ -20,7 +20,8 @@ plan() {
 }
 
 plan v5p-8x8x8-kimi-k31-pro kimi-k31-pro --topology v5p:8x8x8 --prefill-tokens 1048576 --decode-slots 64 --context 131072
-plan tpu7x-4x4x4-kimi-k31-pro kimi-k31-pro --topology tpu7x:4x4x4 --prefill-tokens 1048576 --decode-slots 64 --context 32768
+plan tpu7x-4x4x4-kimi-k31-pro kimi-k31-pro --topology tpu7x:4x4x4 --prefill-tokens 1048576 \
+    --prefill-pieces 2 --decode-slots 64 --context 32768
 plan v6e-2x2-kimi-linear-48b kimi-linear-48b-a3b --topology v6e:2x2 --prefill-tokens 8192 --decode-slots 16 --context 32768
 plan v5e-4x4-kimi-linear-48b kimi-linear-48b-a3b --topology v5e:4x4 --prefill-tokens 32768 --decode-slots 16 --context 32768
 plan v5p-2x2x4-kimi-linear-48b-train kimi-linear-48b-a3b --topology v5p:2x2x4 --train-rows 64 --train-tokens 4096

@@ -32,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     sizes = parser.add_argument_group("sizes")
     sizes.add_argument("--prefill-tokens", type=int, metavar="N", help=f"of each prompt (default: {PREFILL_TOKENS})")
+    sizes.add_argument(
+        "--prefill-pieces", type=int, metavar="N", help="steps that a prompt takes, a piece of it each (default: 1)"
+    )
     sizes.add_argument("--prefill-rows", type=int, metavar="N", help="prompts at once (default: 1)")
     sizes.add_argument("--decode-slots", type=int, metavar="N", help=f"rows decoded at once (default: {DECODE_SLOTS})")
     sizes.add_argument("--context", type=int, metavar="N", help="places of each slot (default: those of a prompt)")
@@ -102,7 +105,7 @@ def workloads(arguments: argparse.Namespace, config: "KimiConfig") -> "list[Work
     from kimi_jax.planning.step_cost import Workload
 
     options = {
-        "prefill": ("prefill_tokens", "prefill_rows"),
+        "prefill": ("prefill_tokens", "prefill_pieces", "prefill_rows"),
         "decode": ("decode_slots", "context"),
         "train": ("train_rows", "train_tokens"),
     }
@@ -126,8 +129,11 @@ def workloads(arguments: argparse.Namespace, config: "KimiConfig") -> "list[Work
         return default if value is None else int(value)
 
     prompt = sized("prefill_tokens", min(PREFILL_TOKENS, config.max_position_embeddings))
+    pieces = sized("prefill_pieces", 1)
+    if prompt % pieces:
+        raise ValueError(f"--prefill-pieces {pieces}; it must divide the {prompt} tokens of a prompt.")
     every = {
-        "prefill": lambda: Workload("prefill", sized("prefill_rows", 1), prompt, prompt),
+        "prefill": lambda: Workload("prefill", sized("prefill_rows", 1), prompt // pieces, prompt),
         "decode": lambda: Workload("decode", sized("decode_slots", DECODE_SLOTS), 1, sized("context", prompt)),
         "train": lambda: Workload("train", sized("train_rows", TRAIN_ROWS), sized("train_tokens", TRAIN_TOKENS), 0),
     }

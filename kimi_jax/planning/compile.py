@@ -167,7 +167,8 @@ def assumed_trips(config: KimiConfig, step: StepCost, text: str) -> dict[str, in
 
     Routing is taken as even: with r rows a device and window, tiles of c rows and E experts of its own,
     E · (1 - (1 - 1/E)^r) · ceil(r / E / c) of them. A loop over tiles of c keys runs to the last key that its queries see:
-    for all places of a cache when decoding, for half of the row, and half a tile, on average over new tokens.
+    for all places of a cache when decoding, for what is before a piece of a prompt, half of the new tokens and half a tile
+    on average over these.
 
     Args:
         config: the model.
@@ -190,7 +191,7 @@ def assumed_trips(config: KimiConfig, step: StepCost, text: str) -> dict[str, in
     if work.phase == "decode":
         visible, half = float(at.places), 0.0
     else:
-        visible, half = (at.tokens * at.parts if at.split else work.tokens) / 2, 0.5
+        visible, half = work.prefix + (at.tokens * at.parts if at.split else work.tokens) / 2, 0.5
         if not at.split and work.context:
             visible /= at.parts
     for match in set(_KEYS.finditer(text)):

@@ -62,7 +62,7 @@ _SPLIT_KDA = 1.9
 _LANES = 128
 _ATTENTION_BUDGET = 2**31
 _LOGITS_BLOCK = 4096
-# Compiled programs of these hold about as many temporaries as all weights but the experts' have bytes (libtpu 0.0.42).
+# Compiled programs of these hold about as many temporaries as all weights have bytes, in other tiles (libtpu 0.0.42).
 _COPIED_WEIGHTS = frozenset({"tpu7x"})
 
 
@@ -74,7 +74,8 @@ class Workload:
         phase: "prefill", "decode" or "train".
         rows: sequences at once.
         tokens: new ones of each row.
-        context: places of each row's cache; 0 for training.
+        context: places of each row's cache; 0 for training. A prefill with more places than tokens is one piece of a
+            prompt that fills them, with as many tokens before it as a piece has on average.
     """
 
     phase: Phase
@@ -91,6 +92,11 @@ class Workload:
             raise ValueError(
                 f"{self.phase}: context={self.context} places don't hold tokens={self.tokens} new ones; make it larger."
             )
+
+    @property
+    def prefix(self) -> float:
+        """Tokens of a row that a prefill finds in the cache, on average over the pieces of a prompt."""
+        return (self.context - self.tokens) / 2 if self.phase == "prefill" else 0.0
 
     def check(self, config: KimiConfig) -> None:
         """Raises ValueError where rows are longer than the model allows."""
@@ -378,7 +384,10 @@ class _Step:
             per_query = heads * (mla.qk_nope_head_dim + rope + mla.v_head_dim)
             per_query += 0 if dsa is None else dsa.num_heads * (dsa.head_dim + 2)
             total = at.tokens * at.parts
-            work_of = {name: int(index_work(total, at.parts, name).max()) for name in ("contiguous", "zigzag")}
+            before = at.tokens * work.prefix
+            work_of = {
+                name: float(index_work(total, at.parts, name).max()) + before for name in ("contiguous", "zigzag")
+            }
             zigzag = self.along.send(at.count * per_query * ITEM)
             times = {
                 "zigzag": seconds(at.batch * work_of["zigzag"]) + zigzag,
@@ -387,16 +396,16 @@ class _Step:
             self.layout = "zigzag" if times["zigzag"] <= times["contiguous"] else "contiguous"
             pairs = at.batch * work_of[self.layout]
             moved = zigzag if self.layout == "zigzag" else 0.0
-            keys = total
+            keys = total + work.prefix
             gathers = 1 if self.train else 2
-            moved += gathers * self.along.gather(at.batch * total * key * ITEM)
+            moved += gathers * self.along.gather(at.batch * keys * key * ITEM)
             self.reasons["attention"] = (
                 f"{self.layout} order: {_time(times['zigzag'])} a layer with queries moved to zigzag order, "
                 f"{_time(times['contiguous'])} in contiguous order, on the busiest of {at.parts} devices"
             )
         else:
             keys = at.places if not self.train else at.tokens
-            visible = work.context if work.phase == "decode" else (work.tokens + 1) / 2
+            visible = work.context if work.phase == "decode" else work.prefix + (work.tokens + 1) / 2
             pairs = at.count * visible / (1 if self.train else at.parts)
             if at.parts > 1 and not self.train:
                 merged = at.count * heads * (latent + 2) * 4
@@ -528,7 +537,7 @@ class _Step:
             if self.chip.fabric == "torus" and (mla.kv_lora_rank + mla.qk_rope_head_dim) % _LANES:
                 total += cache["latent"] + cache.get("index_key", 0)
             if self.chip.name in _COPIED_WEIGHTS:
-                total += sum(self.weights.values()) - self.weights.get("experts", 0)
+                total += sum(self.weights.values())
             return total
         values = sum(self.weights.values()) / 4
         layer = self.weights.get("experts", 0) / max(1, self.model.stacks["experts"])

@@ -80,6 +80,7 @@ def test_a_picture_without_programs_is_refused_before_anything_is_written(
         ("--topology v5e:4x4 --mesh tensor=16", "doesn't allow tensor=16"),
         ("--topology v5e:2x2 --phases dream", "some of prefill, decode, train"),
         ("--topology v5e:2x2 --phases decode --prefill-tokens 9", "--prefill-tokens has no effect"),
+        ("--topology v5e:2x2 --prefill-tokens 512 --prefill-pieces 3", "it must divide the 512 tokens of a prompt"),
         ("--topology v5e:2x2 --decode-slots 0", "--decode-slots 0; it must be 1 or more"),
         ("--topology v5e:2x2 --decode-slots 1 --context 99999999", "max_position_embeddings"),
     ],

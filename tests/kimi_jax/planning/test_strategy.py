@@ -160,6 +160,17 @@ def test_a_prefill_of_equal_parts_runs_in_zigzag_order() -> None:
     assert not model.cost(sizes, Workload("prefill", 1, 512, 2**17)).spread.split
 
 
+def test_pieces_of_a_prompt_do_what_the_prompt_does() -> None:
+    """Each attends what came before it: in all the same pairs of queries and keys, and less memory at a time."""
+    model, sizes = StepModel(LARGE, chip_named("v5p")), {"data": 1, "context": 8, "expert": 1, "tensor": 8}
+    whole = model.cost(sizes, Workload("prefill", 1, 2**20, 2**20))
+    piece = model.cost(sizes, Workload("prefill", 1, 2**19, 2**20))
+    assert piece.workload.prefix == 2**18
+    (one,), (half,) = ([part for part in cost.parts if part.name == "attention"] for cost in (whole, piece))
+    assert 2 * half.compute == pytest.approx(one.compute, rel=1e-3)
+    assert piece.memory["temporaries"] < 0.6 * whole.memory["temporaries"]
+
+
 def test_training_is_cut_into_as_few_parts_as_fit() -> None:
     work = Workload("train", 64, 4096, 0)
     roomy = plan_mesh(MEDIUM, chip_named("v5p"), [work], devices=64, limit=2**60).chosen.steps[0]
