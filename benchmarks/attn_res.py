@@ -2,8 +2,9 @@
 
     python -m benchmarks.attn_res [--json FILE]
 
-Mixture and the norm that follows, for the sizes of Kimi K3. Each call's current sum depends on the last call's result, all
-inside one program, which leaves out the host. The floor is every row read once and the result written, at 4.3 TB/s.
+Mixture and the norm that follows, for the sizes of Kimi K3. One number of each call's current sum depends on the last
+call's result, all inside one program, which leaves out the host. The floor is every row read once and the result written,
+at 4.3 TB/s.
 """
 
 import argparse
@@ -40,9 +41,10 @@ def mix(implementation: Implementation, partial: Any, bank: Any, query: Any, nor
 def chained(count: int, implementation: Implementation) -> Callable[..., jax.Array]:
     def calls(partial: Any, *others: Any) -> jax.Array:
         def one(_: Any, partial: Any) -> Any:
-            return mix(implementation, partial, *others)
+            zero = jnp.where(mix(implementation, partial, *others)[0, 0, 0] > 1e30, 1, 0)
+            return partial.at[0, 0, 0].add(zero.astype(partial.dtype))
 
-        return jax.lax.fori_loop(0, count, one, partial)
+        return jax.lax.fori_loop(0, count, one, partial)[0, 0, 0]
 
     return jax.jit(calls)
 

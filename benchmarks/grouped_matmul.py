@@ -124,7 +124,10 @@ def measure(case: GroupedMatmulSpec, limit: float, began: float) -> list[dict[st
     count = 20
     lower_bound = floor(case, host)
     arguments = (rows, weights, sizes)
-    tunings = (gpu.tuned(case.rows, case.groups, case.width, case.weights == "mxfp4"), *OTHERS[case.name])
+    tunings = (
+        gpu.tuned(case.rows, case.groups, case.width, case.out_width, case.weights == "mxfp4"),
+        *OTHERS[case.name],
+    )
     results = []
 
     def build(tuning: Tuning) -> Any:
@@ -169,6 +172,25 @@ def measure(case: GroupedMatmulSpec, limit: float, began: float) -> list[dict[st
     return results
 
 
+def check_unpacking() -> None:
+    """Every byte of codes with every scale that is exact, bit for bit, and what NaN scales do."""
+    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    codes = np.tile(np.arange(256, dtype=np.uint8), (256, 1))
+    scale = np.tile(np.arange(256, dtype=np.uint8)[:, None], (1, 16))
+    nibbles = np.stack([codes & 15, codes >> 4], axis=-1).reshape(256, 512)
+    exact = np.where(nibbles & 8, -1.0, 1.0) * magnitudes[nibbles & 7] * 2.0 ** (np.arange(256.0)[:, None] - 127)
+    weights = Mxfp4(jnp.asarray(codes)[None], jnp.asarray(scale)[None])
+    rows = jnp.eye(512, dtype=jnp.bfloat16)
+    for count in (512, 8, 16, 32, 64, 128):  # tiles of several widths
+        tuning = gpu.tuned(count, 1, 512, 256, packed=True)
+        got = run(tuning, rows[:count], weights, jnp.full(1, count, jnp.int32))
+        got = np.asarray(got.astype(jnp.float32), np.float64).T
+        assert np.array_equal(got[2:253], exact[2:253, :count])
+        assert np.all(got[:2] == 0)
+        assert np.all(np.isnan(got[255]))
+    print("MXFP4: all 256 code bytes with scale bytes 2 to 252 are unpacked bit for bit")
+
+
 def main() -> None:
     """Prints a line for each case and tuning."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -178,6 +200,7 @@ def main() -> None:
     options = parser.parse_args()
     began = time.perf_counter()
     lines: list[dict[str, Any]] = []
+    check_unpacking()
     for case in sorted((spec for spec in SPECS if spec.name in OTHERS), key=lambda spec: list(OTHERS).index(spec.name)):
         if options.only and case.name not in options.only:
             continue

@@ -51,8 +51,8 @@ def attn_res(
         out_norm_weight: weight of the norm that follows. None: there is none.
         out_eps: of the norm that follows.
         implementation: None takes the best that can run. "gpu" takes bfloat16 rows whose width is a multiple of 1024, at
-            most 8192, on Hopper; "tpu" float32 or bfloat16 ones whose width is a multiple of 128. The gradient is that of
-            "xla".
+            most 8192, on Hopper, and is picked from 256 tokens; "tpu" takes float32 or bfloat16 rows whose width is a
+            multiple of 128. The gradient is that of "xla".
 
     Raises:
         ValueError: sizes that don't fit each other.
@@ -72,7 +72,7 @@ def attn_res(
         implementation,
         {
             "tpu": lambda: tpu.obstacle(partial, bank, named=implementation == "tpu"),
-            "gpu": lambda: gpu.obstacle(partial, bank),
+            "gpu": lambda: gpu.obstacle(partial, bank, named=implementation == "gpu"),
             "xla": always,
             "reference": always,
         },

@@ -27,16 +27,20 @@ _THREADS = 128
 _WIDEST = 8192  # each thread holds a row's share of the mixture, the key and a row in registers
 _SHARED_BYTES = 110 * 1024  # of a block; two share a multiprocessor
 _MOST_STAGES = 6
+_FEWEST = 256  # tokens; 64 took 20 us, and XLA's three passes 13
 _BLOCKS_A_PROCESSOR = 2
 
 
-def obstacle(partial: Float[Array, "B T D"], bank: Float[Array, "R B T D"]) -> str | None:
+def obstacle(partial: Float[Array, "B T D"], bank: Float[Array, "R B T D"], named: bool) -> str | None:
     """Why the kernel can't run for this call, or None."""
     if platform() != "gpu":
         return f"it runs on NVIDIA Hopper GPUs, and the platform is {platform()!r}."
     capability = getattr(jax.devices()[0], "compute_capability", "unknown")
     if capability != "9.0":
         return f"it is compiled for compute capability 9.0 (Hopper), and this device has {capability}."
+    tokens = partial.size // partial.shape[-1]
+    if tokens < _FEWEST and not named:
+        return f"there are {tokens} tokens; a token's rows come one after the other, which XLA beats below {_FEWEST}."
     return axes_left_to_xla() or unfit(partial, bank)
 
 

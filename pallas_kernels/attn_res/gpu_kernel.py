@@ -9,6 +9,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.attn_res.gpu_sums import SCRATCH, sums
+
 
 def run(
     partial: Float[Array, "N F C"],
@@ -26,8 +28,11 @@ def run(
     """Mixtures of N tokens, of width F·C; `key` is the pseudo-query times the norm's weight."""
     tokens, *folds = partial.shape
     width = folds[0] * folds[1]
+    layout = plgpu.Layout.WG_STRIDED(tuple(folds), vec_size=8)
 
-    def kernel(num_rows: Any, key: Any, partial: Any, bank: Any, *refs: Any, slots: Any, done: Any, full: Any) -> None:
+    def kernel(
+        num_rows: Any, key: Any, partial: Any, bank: Any, *refs: Any, slots: Any, done: Any, scratch: Any, full: Any
+    ) -> None:
         weight, out = refs if len(refs) == 2 else (None, refs[0])
         me = lax.axis_index("block")
         mine = lax.div(tokens - me + (blocks - 1), blocks)
@@ -37,7 +42,7 @@ def run(
         def spread(x: Any) -> Any:
             if interpret is not None:
                 return x
-            return plgpu.layout_cast(x, plgpu.Layout.WG_STRIDED(tuple(folds), vec_size=8))
+            return plgpu.layout_cast(x, layout)
 
         def copy(item: Array) -> None:
             """Fetches the block's `item`-th row."""
@@ -66,10 +71,15 @@ def run(
                 item = number * count + row
                 slot = lax.rem(item, stages)
                 plgpu.barrier_wait(full.at[slot])
-                values = spread(slots[slot]).astype(jnp.float32)
-                # Sums over threads synchronise them, so the slot is free after the first.
-                square = jnp.sum(values * values)
-                score = jnp.sum(values * keys) * lax.rsqrt(square / width + eps)
+                values = spread(slots[slot])
+                # Sums over threads synchronise them, so the slot is free after them.
+                if interpret is None:
+                    square, score = sums(values, keys, scratch, lax.rem(item, 2), layout)
+                    values = values.astype(jnp.float32)
+                else:
+                    values = values.astype(jnp.float32)
+                    square, score = jnp.sum(values * values), jnp.sum(values * keys)
+                score = score * lax.rsqrt(square / width + eps)
 
                 @pl.when(item + stages < total)
                 def _() -> None:
@@ -105,6 +115,7 @@ def run(
         scratch_types={
             "slots": plgpu.SMEM((stages, *folds), partial.dtype),
             "done": plgpu.SMEM(tuple(folds), partial.dtype),
+            "scratch": plgpu.SMEM(SCRATCH, jnp.float32),
             "full": plgpu.Barrier(num_barriers=stages),
         },
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),

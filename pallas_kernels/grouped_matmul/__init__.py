@@ -67,17 +67,12 @@ def grouped_matmul(
         raise ValueError(f"grouped_matmul: tile_size is {tile_size}; it must be a positive number of rows.")
     out_dtype = rows.dtype if out_dtype is None else jnp.dtype(out_dtype)
 
-    def no_gpu() -> str | None:
-        obstacle = gpu.obstacle(rows, weights, out_dtype)
-        # Checked in Pallas' interpreter and compiled by name only, until a card has confirmed its numbers and its times.
-        return obstacle or (None if implementation == "gpu" else "its Hopper kernel hasn't run on a card yet; name it.")
-
     choice = choose(
         "grouped_matmul",
         implementation,
         {
             "tpu": lambda: "grouped_matmul has no TPU kernel yet.",
-            "gpu": no_gpu,
+            "gpu": lambda: gpu.obstacle(rows, weights, out_dtype),
             "xla": always,
             "reference": always,
         },

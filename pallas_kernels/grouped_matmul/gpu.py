@@ -9,8 +9,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grouped_matmul import xla
-from pallas_kernels.grouped_matmul.gpu_tiles import BLOCK, CHUNK, COLUMNS, Tuning, cut
+from pallas_kernels.grouped_matmul.gpu_tiles import BLOCK, CHUNK, COLUMNS, PART, Tuning, cut
+from pallas_kernels.manual_axes import axes_left_to_xla
 from pallas_kernels.mxfp4 import Mxfp4
+from pallas_kernels.target import platform
 
 Weights = Float[Array, "E F D"] | Mxfp4
 
@@ -19,18 +21,18 @@ SHARED_BYTES = 225 * 1024
 
 _SCALES_COPIED, _LONGEST_COPY = 16, 256  # The copy engine moves multiples of 16 bytes, at most 256 elements a row.
 _NARROW, _MIDDLE = (8, 16, 32), (8, 16, 32, 64, 96)
-_WIDE = (8, 32, 64, 96, 128, 160, 192, 256)
+_WIDE = (8, 32, 64, 96, 128, 144, 160, 192, 224, 256)
 _MOST_STAGES = 8
 
 
 def obstacle(rows: Float[Array, "M D"], weights: Weights, out_dtype: DTypeLike) -> str | None:
     """Why the kernel can't run for this call, or None."""
-    if jax.default_backend() != "gpu":
-        return f"it runs on NVIDIA Hopper GPUs, and JAX's backend here is {jax.default_backend()}."
+    if platform() != "gpu":
+        return f"it runs on NVIDIA Hopper GPUs, and the platform is {platform()!r}."
     capability = getattr(jax.devices()[0], "compute_capability", "unknown")
     if capability != "9.0":
         return f"it is compiled for compute capability 9.0 (Hopper), and this device has {capability}."
-    return unfit(rows, weights, out_dtype)
+    return axes_left_to_xla() or unfit(rows, weights, out_dtype)
 
 
 def unfit(rows: Float[Array, "M D"], weights: Weights, out_dtype: DTypeLike) -> str | None:
@@ -54,21 +56,25 @@ def unfit(rows: Float[Array, "M D"], weights: Weights, out_dtype: DTypeLike) -> 
     return f"rows are {width} wide; it takes multiples of 64." if width % 64 else None
 
 
-def tuned(num_rows: int, num_groups: int, width: int, packed: bool, blocks: int = 132) -> Tuning:
+def tuned(num_rows: int, num_groups: int, width: int, out_width: int, packed: bool, blocks: int = 132) -> Tuning:
     """How to cut a product: tiles about as wide as the mean group, and as many slots as fit.
 
-    Two or three slots hide a copy behind a wide tile's product. With a few rows to an expert there is next to nothing to
-    hide it behind, so many small slots keep enough bytes on their way.
+    Three or four slots hide a copy behind a wide tile's product. With a few rows to an expert there is next to nothing to
+    hide it behind, so many small slots keep enough bytes on their way; and unpacking, which then takes longer than
+    anything else, is spread over three warpgroups.
     """
     mean = num_rows / num_groups
-    widths: tuple[int, ...] = _NARROW if mean <= 16 else _MIDDLE if mean <= 64 else _WIDE[:6] if packed else _WIDE
+    few = mean <= 16
+    narrow = _NARROW[:2] if mean <= 4 else _NARROW
+    widths: tuple[int, ...] = narrow if few else _MIDDLE if mean <= 64 else _WIDE[:7] if packed else _WIDE
     whole = -(-num_rows // BLOCK) * BLOCK
     widths = tuple(size for size in widths if size <= whole)
-    step = CHUNK if packed or (mean <= 16 and width % CHUNK == 0) else 64
-    columns = 2 * COLUMNS
-    fixed = 2 * columns * widths[-1] + 2 * 2 * columns * BLOCK + (2 * columns * width // 32 if packed else 0)
+    step = CHUNK if packed or (few and width % CHUNK == 0) else 64
+    warpgroups = 3 if packed and few and out_width % (3 * COLUMNS) == 0 else 2
+    columns = warpgroups * COLUMNS
+    fixed = 2 * 2 * columns * (PART + BLOCK) + (2 * columns * width // 32 if packed else 0)
     slot = step * (columns // 2 if packed else 2 * columns) + 2 * step * widths[-1]
-    return Tuning(widths, min(_MOST_STAGES, (SHARED_BYTES - fixed) // slot), step, blocks=blocks)
+    return Tuning(widths, min(_MOST_STAGES, (SHARED_BYTES - fixed) // slot), step, warpgroups, blocks=blocks)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -83,7 +89,9 @@ def grouped_matmul(
     """See `pallas_kernels.grouped_matmul.grouped_matmul`; `tile` is for the gradients, which `xla` computes."""
     del tile
     blocks = getattr(jax.devices()[0], "core_count", 132)
-    tuning = tuned(rows.shape[0], group_sizes.shape[0], rows.shape[1], isinstance(weights, Mxfp4), blocks)
+    tuning = tuned(
+        rows.shape[0], group_sizes.shape[0], rows.shape[1], weights.shape[1], isinstance(weights, Mxfp4), blocks
+    )
     return product(rows, weights, group_sizes, group_offset, out_dtype, tuning)
 
 

@@ -23,11 +23,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.grouped_matmul.gpu_tiles import BLOCK, COLUMNS, Tuning, Work
+from pallas_kernels.grouped_matmul.gpu_tiles import BLOCK, COLUMNS, PART, Tuning, Work
 from pallas_kernels.grouped_matmul.gpu_unpack import unpack, unpack_plainly
 from pallas_kernels.mxfp4 import Mxfp4
 
-_COPY_REGISTERS, _PRODUCT_REGISTERS = 40, 232
+_COPY_REGISTERS = 40
+_PRODUCT_REGISTERS = {1: 232, 2: 232, 3: 152, 4: 104}  # by warpgroups that multiply; a block keeps what it starts with
+_ALTERNATING = {1: 32, 2: 32, 3: 16, 4: 16}
+"""Rows up to which unpacked weights have two sets of registers; the assembler serialises products of wider tiles then."""
+
 _SWIZZLED = (plgpu.TilingTransform((BLOCK, 64)), plgpu.SwizzleTransform(128))
 
 
@@ -71,7 +75,7 @@ def multiply(
         flipped: Any = more.get("flipped")
         group = lax.axis_index("warpgroup")
         me, peer = lax.axis_index("block"), lax.axis_index("cluster") if cluster > 1 else 0
-        mine = lax.div(used[0] * pieces - me + (clusters - 1), clusters)
+        mine = lax.div(used[work.used.shape[0] - 1] * pieces - me + (clusters - 1), clusters)
 
         def locate(number: Array) -> tuple[Array, Array]:
             item = me + number * clusters
@@ -141,51 +145,89 @@ def multiply(
                 return plain.at[group]
 
             def product(size: int) -> None:
+                # Two sets of registers for weights; a wider product leaves none for the second.
+                alternate = packed and size <= _ALTERNATING[groups] and steps % 2 == 0
+
                 def accumulate(total: Any) -> Array:
+                    def rows_of(slot: Array) -> Any:
+                        if interpret is None:
+                            return row_slots.at[slot, pl.ds(0, size)].transpose((1, 0))
+                        # The interpreter of jax 0.10 turns no references.
+                        flipped[group, :, :size] = row_slots[slot, :size].T
+                        return flipped.at[group, :, pl.ds(0, size)]
+
                     def one(k: Array, carry: tuple[()]) -> tuple[()]:
                         slot = lax.rem(done + k, stages)
                         plgpu.barrier_wait(full.at[slot])
-                        if interpret is None:
-                            right = row_slots.at[slot, pl.ds(0, size)].transpose((1, 0))
-                        else:  # which turns no references in jax 0.10
-                            flipped[group, :, :size] = row_slots[slot, :size].T
-                            right = flipped.at[group, :, pl.ds(0, size)]
-                        plgpu.wgmma(total, weight_of(slot, k), right)
-                        if packed:
+                        if alternate:
+                            # The product before still runs while these weights are unpacked into other registers.
+                            weight = weight_of(slot, k)
                             plgpu.wgmma_wait(0)
-                            plgpu.barrier_arrive(empty.at[slot])
-                            return carry
-                        plgpu.wgmma_wait(1)  # all but the one just issued
-
-                        @pl.when(k > 0)
-                        def _() -> None:
-                            plgpu.barrier_arrive(empty.at[lax.rem(done + k - 1, stages)])
-
+                            free(k - 1)
+                            plgpu.wgmma(total, weight, rows_of(slot))
+                        else:
+                            plgpu.wgmma(total, weight_of(slot, k), rows_of(slot))
+                            plgpu.wgmma_wait(0 if packed else 1)  # 1: all but the one just issued
+                            free(k if packed else k - 1)
                         return carry
 
-                    lax.fori_loop(0, busy * steps, one, ())
-                    plgpu.wgmma_wait(0)
-                    if not packed:
-
-                        @pl.when(busy > 0)
+                    def free(k: Array) -> None:
+                        @pl.when(k >= 0)
                         def _() -> None:
-                            plgpu.barrier_arrive(empty.at[lax.rem(done + steps - 1, stages)])
+                            plgpu.barrier_arrive(empty.at[lax.rem(done + k, stages)])
 
+                    def two(pair: Array, carry: tuple[()]) -> tuple[()]:
+                        return one(2 * pair + 1, one(2 * pair, carry))
+
+                    if alternate:
+                        lax.fori_loop(0, busy * (steps // 2), two, ())
+                    else:
+                        lax.fori_loop(0, busy * steps, one, ())
+                    plgpu.wgmma_wait(0)
+                    if alternate or not packed:
+                        free(busy * steps - 1)
                     return total[...]
 
                 total = pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef((COLUMNS, size), jnp.float32))
                 turn = total.astype(out.dtype)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 if interpret is None:
                     turn = plgpu.layout_cast(turn, plgpu.Layout.WGMMA_TRANSPOSED)
-                    turned.at[group, pl.ds(0, size)].transpose((1, 0))[...] = turn
-                else:
-                    turned[group, :size] = turn.T
                 low, high = first - base, last - base
                 # Blocks that are this tile's from end to end: head..tail-1.
                 head, tail = lax.div(low + (BLOCK - 1), BLOCK), lax.div(high, BLOCK)
                 some, rest = low < high, high - tail * BLOCK
                 begins, ends = some & (head > 0), some & (rest > 0) & (tail >= head)
+                columns = pl.ds(column + group * COLUMNS, COLUMNS)
+
+                def put_part(number: int, start: int) -> None:
+                    """Turns some rows, waits until the buffer's last ones are read, and sends off the whole blocks."""
+                    count, buffer = min(PART, size - start), number % 2
+                    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                    part = turn[:, start : start + count]
+                    if interpret is None:
+                        turned.at[group, buffer, pl.ds(0, count)].transpose((1, 0))[...] = part
+                    else:
+                        turned[group, buffer, :count] = part.T
+                    plgpu.commit_smem()
+                    begin = jnp.clip(head - start // BLOCK, 0, count // BLOCK)
+                    blocks = jnp.maximum(jnp.minimum(tail - start // BLOCK, count // BLOCK) - begin, 0)
+                    for power in reversed(range((count // BLOCK).bit_length())):
+
+                        @pl.when((blocks & (1 << power)) != 0)
+                        def _(begin: Array = begin, power: int = power) -> None:
+                            at = pl.multiple_of(begin * BLOCK, BLOCK)
+                            target = pl.ds(pl.multiple_of(base + start + at, BLOCK), BLOCK << power)
+                            plgpu.copy_smem_to_gmem(
+                                turned.at[group, buffer, pl.ds(at, BLOCK << power)],
+                                out.at[target, columns],
+                                commit_group=False,
+                            )
+
+                        begin = begin + (blocks & (1 << power))
+                    plgpu.commit_smem_to_gmem_group()
+
+                for number, start in enumerate(range(0, size, PART)):
+                    put_part(number, start)
 
                 def put_aside(which: int, block: int) -> None:
                     part = turn[:, BLOCK * block : BLOCK * (block + 1)]
@@ -194,27 +236,6 @@ def multiply(
                     else:
                         edges[group, which] = part.T
 
-                pl.when(begins)(lambda: put_aside(0, 0))
-                # Registers can't be picked at run time, but a tile that a narrower width would hold isn't here.
-                narrower = max((width for width in tuning.widths if width < size), default=0)
-                for block in range(narrower // BLOCK, size // BLOCK):
-                    pl.when(ends & (tail == block))(functools.partial(put_aside, 1, block))
-                plgpu.commit_smem()
-                columns = pl.ds(column + group * COLUMNS, COLUMNS)
-
-                def put_blocks(at: Array, count: Array) -> None:
-                    for power in reversed(range((size // BLOCK).bit_length())):
-
-                        @pl.when((count & (1 << power)) != 0)
-                        def _(at: Array = at, power: int = power) -> None:
-                            start = pl.multiple_of(at * BLOCK, BLOCK)
-                            target = pl.ds(pl.multiple_of(base + at * BLOCK, BLOCK), BLOCK << power)
-                            plgpu.copy_smem_to_gmem(
-                                turned.at[group, pl.ds(start, BLOCK << power)], out.at[target, columns]
-                            )
-
-                        at = at + (count & (1 << power))
-
                 def put_rows(which: int, block: Array | int, at: Array | int, count: Array) -> None:
                     for power in (2, 1, 0):
 
@@ -222,15 +243,26 @@ def multiply(
                         def _(at: Array | int = at, power: int = power) -> None:
                             target = pl.ds(base + block * BLOCK + at, 1 << power)
                             plgpu.copy_smem_to_gmem(
-                                edges.at[group, which, pl.ds(at, 1 << power)], out.at[target, columns]
+                                edges.at[group, which, pl.ds(at, 1 << power)],
+                                out.at[target, columns],
+                                commit_group=False,
                             )
 
                         at = at + (count & (1 << power))
 
-                put_blocks(head, jnp.maximum(tail - head, 0))
+                @pl.when(begins | ends)
+                def _() -> None:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    pl.when(begins)(lambda: put_aside(0, 0))
+                    # Registers can't be picked at run time, but a tile that a narrower width would hold isn't here.
+                    narrower = max((width for width in tuning.widths if width < size), default=0)
+                    for block in range(narrower // BLOCK, size // BLOCK):
+                        pl.when(ends & (tail == block))(functools.partial(put_aside, 1, block))
+                    plgpu.commit_smem()
+                    pl.when(begins)(lambda: put_rows(0, 0, low, jnp.minimum(high, BLOCK) - low))
+                    pl.when(ends)(lambda: put_rows(1, tail, 0, rest))
 
-                pl.when(begins)(lambda: put_rows(0, 0, low, jnp.minimum(high, BLOCK) - low))
-                pl.when(ends)(lambda: put_rows(1, tail, 0, rest))
+                plgpu.commit_smem_to_gmem_group()
 
             for_each_width(kind, product)
             if packed:
@@ -257,7 +289,7 @@ def multiply(
 
         @pl.when(group < groups)
         def _() -> None:
-            plgpu.set_max_registers(_PRODUCT_REGISTERS, action="increase")
+            plgpu.set_max_registers(_PRODUCT_REGISTERS[groups], action="increase")
             lax.fori_loop(0, mine, multiply_item, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
 
@@ -270,7 +302,7 @@ def multiply(
     else:
         scratch["weight_slots"] = plgpu.SMEM((stages, groups * COLUMNS, step), rows.dtype, transforms=_SWIZZLED)
     scratch["row_slots"] = plgpu.SMEM((stages, widest, step), rows.dtype, transforms=_SWIZZLED)
-    scratch["turned"] = plgpu.SMEM((groups, widest, COLUMNS), out_dtype, transforms=_SWIZZLED)
+    scratch["turned"] = plgpu.SMEM((groups, 2, PART, COLUMNS), out_dtype, transforms=_SWIZZLED)
     scratch["edges"] = plgpu.SMEM((groups, 2, BLOCK, COLUMNS), out_dtype)
     if interpret is not None:
         scratch["flipped"] = plgpu.SMEM((groups, step, widest), rows.dtype)

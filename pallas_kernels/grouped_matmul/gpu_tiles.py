@@ -18,6 +18,9 @@ BLOCK = 8
 COLUMNS = 64
 """Columns of the result that a warpgroup computes."""
 
+PART = 32
+"""Rows of the result that a warpgroup turns at once."""
+
 CHUNK = 128
 """Inputs of MXFP4 weights unpacked at once: four blocks of one scale each."""
 
@@ -54,11 +57,11 @@ class Work(NamedTuple):
     Attributes:
         tiles: [6, N] of each tile: its first block's first row; the first row that is its own; the row after its last;
             its expert; which of the widths holds it; whether it has products (padding and empty tiles have none).
-        used: [1] how many tiles there are.
+        used: [G + 1] how many tiles there are up to each group; the last one says how many in all.
     """
 
     tiles: Int[Array, "6 N"]
-    used: Int[Array, "1"]
+    used: Int[Array, " groups"]
 
 
 def cut(group_sizes: Int[Array, " G"], group_offset: Int[Array, ""], num_rows: int, widths: tuple[int, ...]) -> Work:
@@ -90,4 +93,4 @@ def cut(group_sizes: Int[Array, " G"], group_offset: Int[Array, ""], num_rows: i
     expert = group_offset.astype(jnp.int32) + jnp.minimum(mine, num_groups - 1)
     busy = ((mine < num_groups) & (last > first)).astype(jnp.int32)
     kind = jnp.broadcast_to(jnp.asarray(kind, jnp.int32), base.shape)
-    return Work(jnp.stack([base, first, last, expert, kind, busy]), upto[-1:])
+    return Work(jnp.stack([base, first, last, expert, kind, busy]), upto)

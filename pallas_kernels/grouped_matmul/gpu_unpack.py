@@ -38,10 +38,9 @@ def unpack_plainly(packed: UInt8[Array, "F half"], scale: UInt8[Array, "F blocks
         _pair(
             words[:, :, place // 4],
             place % 4,
-            lambda value, count: value << count,
             lambda value, count: value >> count,
             lambda value, bits: value & jnp.uint32(bits),
-            jnp.bitwise_or,
+            lambda value, factor: value * jnp.uint32(factor),
         )
         for place in range(CHUNK // 8)
     ]
@@ -56,15 +55,18 @@ def unpack_plainly(packed: UInt8[Array, "F half"], scale: UInt8[Array, "F blocks
     return (values * factor[:, None, :, None]).reshape(count, CHUNK)
 
 
-def _pair(word: Any, nibble: int, left: Any, right: Any, mask: Any, either: Any) -> Any:
+def _pair(word: Any, nibble: int, right: Any, mask: Any, times: Any) -> Any:
     """Codes `nibble` and `nibble` + 4 of a 32-bit word as the bits of two bfloat16, 2^126 times too small.
 
     A code is a sign, two bits of exponent and one of mantissa. At the lower end of a bfloat16's exponent and the upper
-    end of its mantissa they mean the same up to that factor, zeros and subnormal numbers included.
+    end of its mantissa they mean the same up to that factor, zeros and subnormal numbers included. One product puts a
+    copy of the code where its sign belongs and another where its other bits do: multiplications have a unit of their own
+    on the GPU, while shifts wait for the one that masks.
     """
-    sign = left(word, 12 - 4 * nibble) if nibble < 3 else word
-    rest = left(word, 6 - 4 * nibble) if nibble < 2 else right(word, 4 * nibble - 6)
-    return either(mask(sign, 0x80008000), mask(rest, 0x01C001C0))
+    word = right(word, 8) if nibble >= 2 else word
+    low = nibble % 2 == 0
+    codes = mask(word, 0x000F000F if low else 0x00F000F0)
+    return mask(times(codes, 0x1040 if low else 0x0104), 0x81C081C0)
 
 
 def unpack(packed_ref: Any, scale_ref: Any) -> Any:
@@ -85,7 +87,7 @@ def unpack(packed_ref: Any, scale_ref: Any) -> Any:
 def _read(context: Any, packed: Any, scale: Any) -> Any:
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith as arithmetic
-    from jaxlib.mlir.dialects import llvm, vector
+    from jaxlib.mlir.dialects import llvm, scf, vector
 
     # The generated signatures of dialects leave out how they may be called.
     arith: Any = arithmetic
@@ -104,7 +106,23 @@ def _read(context: Any, packed: Any, scale: Any) -> Any:
     packed_ptr, scale_ptr = mgpu.utils.memref_ptr(packed), mgpu.utils.memref_ptr(scale)
     scale_stride = ir.MemRefType(scale.type).get_strides_and_offset()[0][0]
 
-    registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((64, CHUNK)), dtype=object)
+    def multiply(a: Any, b: Any) -> Any:
+        return llvm.inline_asm(i32, [a, b], "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r")
+
+    def vote(condition: Any) -> Any:
+        """Whether it holds for a thread of the warp."""
+        word = llvm.inline_asm(
+            i32,
+            [arith.extui(i32, condition)],
+            "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }",
+            "=r,r",
+            has_side_effects=True,
+        )
+        return arith.cmpi(arith.CmpIPredicate.ne, word, constant(0))
+
+    values: list[Any] = []
+    rests: list[Any] = []
+    large: Any = arith.constant(ir.IntegerType.get_signless(1), ir.BoolAttr.get(False))
     for half in range(2):
         my_row = arith.addi(row, constant(8 * half))
         offset = arith.addi(arith.muli(my_row, constant(64)), arith.muli(block, constant(16)))
@@ -112,27 +130,36 @@ def _read(context: Any, packed: Any, scale: Any) -> Any:
         loaded = llvm.load(words, address, alignment=16)
         offset = arith.addi(arith.muli(my_row, constant(scale_stride)), block)
         byte = arith.extui(i32, llvm.load(i8, mgpu.utils.getelementptr(scale_ptr, [offset], i8)))
-        bits = arith.shli(byte, constant(7))
+        # 2^126 and the scale in one factor, as long as that is finite.
+        field = arith.minui(arith.addi(byte, constant(126)), constant(254))
+        bits = arith.shli(field, constant(7))
         bits = arith.select(arith.cmpi(arith.CmpIPredicate.ult, byte, constant(2)), constant(0), bits)
         bits = arith.select(arith.cmpi(arith.CmpIPredicate.eq, byte, constant(255)), constant(0x7FC0), bits)
         factor = arith.ori(bits, arith.shli(bits, constant(16)))
+        rest = arith.shli(arith.subi(arith.maxui(byte, constant(128)), constant(1)), constant(7))
+        rests.append(arith.ori(rest, arith.shli(rest, constant(16))))
+        large = arith.ori(large, arith.cmpi(arith.CmpIPredicate.ugt, byte, constant(128)))
         for place in range(CHUNK // 8):
             word = vector.extract(loaded, dynamic_position=[], static_position=[place // 4])
             tiny = _pair(
                 word,
                 place % 4,
-                lambda value, count: arith.shli(value, constant(count)),
                 lambda value, count: arith.shrui(value, constant(count)),
                 lambda value, bits: arith.andi(value, constant(bits)),
-                arith.ori,
+                lambda value, factor: arith.muli(value, constant(factor)),
             )
-            value: Any = llvm.inline_asm(
-                i32,
-                [tiny, constant(0x7E807E80), factor],  # twice 2^126, then twice the scale
-                "{ .reg .b32 t; mul.rn.bf16x2 t, $1, $2; mul.rn.bf16x2 $0, t, $3; }",
-                "=r,r,r,r",
-            )
-            # Axes that aren't 1: eight columns at a time, and the two halves of a warp's sixteen rows.
-            register = vector.bitcast(pair, vector.broadcast(ir.VectorType.get((1,), i32), value))
-            registers[0, place, 0, 0, half, 0, 0, 0, 0] = register
+            values.append(multiply(tiny, factor))
+    # Scales above 2, which real weights don't have, take a second factor.
+    branch = scf.IfOp(vote(large), [i32] * len(values), has_else=True)
+    with ir.InsertionPoint(branch.then_block):
+        half = len(values) // 2
+        scf.yield_([multiply(value, rests[index // half]) for index, value in enumerate(values)])
+    with ir.InsertionPoint(branch.else_block):
+        scf.yield_(values)
+    registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((64, CHUNK)), dtype=object)
+    for index, value in enumerate(branch.results):
+        # Axes that aren't 1: eight columns at a time, and the two halves of a warp's sixteen rows.
+        half, place = divmod(index, CHUNK // 8)
+        register = vector.bitcast(pair, vector.broadcast(ir.VectorType.get((1,), i32), value))
+        registers[0, place, 0, 0, half, 0, 0, 0, 0] = register
     return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
