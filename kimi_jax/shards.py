@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kimi_jax.modules.experts import ExpertStack, Routing, run_experts
 from kimi_jax.modules.mlp import GatedActivation
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.kda import KdaOutput, kda
+from pallas_kernels.kda import KdaOutput, kda_from_raw
 from pallas_kernels.short_conv import short_conv
 from pallas_kernels.sparse_mla import dense_mla, dsa_mla
 
@@ -33,6 +33,10 @@ class Shards:
     def first_token(self, tokens: int) -> Int[Array, ""] | int:
         """Number of the first of this device's `tokens` tokens in its row."""
         return 0
+
+    def row_tokens(self, tokens: int) -> int:
+        """Tokens of a whole row of which this device holds `tokens`."""
+        return tokens
 
     def last_token(self, x: Float[Array, "*N B T D"], lengths: Int[Array, " B"]) -> Float[Array, "*N B 1 D"]:
         """Each row's last valid token (its first one where there is none)."""
@@ -75,12 +79,14 @@ class Shards:
         q: Float[Array, "B T H K"],
         k: Float[Array, "B T H K"],
         v: Float[Array, "B T H V"],
-        g: Float[Array, "B T H K"],
-        beta: Float[Array, "B T H"],
+        raw: Float[Array, "B T H K"],
+        beta_logits: Float[Array, "B T H"],
+        A_log: Float[Array, " H"],
+        dt_bias: Float[Array, "H K"],
         **options: Any,
     ) -> KdaOutput:
-        """`pallas_kernels.kda`; `lengths`, `initial_state` and the final state are those of whole rows."""
-        return kda(q, k, v, g, beta, **options)
+        """`pallas_kernels.kda_from_raw`; `lengths`, `initial_state` and the final state are those of whole rows."""
+        return kda_from_raw(q, k, v, raw, beta_logits, A_log, dt_bias, **options)
 
     def dense_mla(
         self,

@@ -12,7 +12,7 @@ from kimi_jax.modules.linear import linear
 from kimi_jax.params import param
 from kimi_jax.shards import ALONE, Shards
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.kda import gate, l2_normalize
+from pallas_kernels.kda import gate
 from pallas_kernels.precision import at_least_float32
 
 
@@ -96,13 +96,14 @@ class KimiDeltaAttention(nnx.Module):
             implementation=implementation,
         )
         q, k, v = (mixed.reshape(batch, tokens, 3, heads, width)[:, :, i] for i in range(3))
-        decay, beta = self.gates(x)
         result = shards.kda(
-            l2_normalize(q),
-            l2_normalize(k),
+            q,
+            k,
             v,
-            decay,
-            beta,
+            self._decay(x),
+            linear(x, self.beta[...]),
+            self.A_log[...],
+            self.dt_bias[...],
             initial_state=None if state is None else state.state,
             lengths=lengths,
             segment_ids=segment_ids,
@@ -115,10 +116,12 @@ class KimiDeltaAttention(nnx.Module):
 
     def gates(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
         """(log decay of each key channel, strength of the write) of each token; float32 or better."""
-        heads, width = self.dt_bias.shape
-        raw = linear(linear(x, self.decay_down[...]), self.decay_up[...]).reshape(*x.shape[:2], heads, width)
-        decay = gate(raw, self.A_log[...], self.dt_bias[...], self.config.kda.gate_lower_bound)
+        decay = gate(self._decay(x), self.A_log[...], self.dt_bias[...], self.config.kda.gate_lower_bound)
         return decay, jax.nn.sigmoid(linear(x, self.beta[...]).astype(at_least_float32(x)))
+
+    def _decay(self, x: Float[Array, "B T D"]) -> Float[Array, "B T H K"]:
+        raw = linear(linear(x, self.decay_down[...]), self.decay_up[...])
+        return raw.reshape(*x.shape[:2], *self.dt_bias.shape)
 
     def _output_gate(self, x: Float[Array, "B T D"]) -> Float[Array, "B T P"]:
         if self.config.kda.full_rank_gate:

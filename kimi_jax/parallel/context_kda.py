@@ -14,17 +14,20 @@ multiplications of a plain call, in one pass over the chunks. Finding (B, M) fir
 state that enters takes 2.0 times, in two passes one after the other, and the second waits for the other devices.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kimi_jax.parallel.zigzag import AxisName
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.kda import kda
+from pallas_kernels.kda import gate, kda, kda_from_raw, l2_normalize
 from pallas_kernels.kda.xla import FORGET
 from pallas_kernels.manual_axes import align
 from pallas_kernels.precision import at_least_float32, einsum
 from pallas_kernels.short_conv import short_conv
+from pallas_kernels.target import platform
 
 
 def kda_sharded(
@@ -91,7 +94,7 @@ def kda_sharded(
         )
         return alone.o, alone.final_state
 
-    (batch, length, heads, width), values = q.shape, v.shape[-1]
+    length = q.shape[1]
     dtype = at_least_float32(q, k, v, g, beta, *(() if initial_state is None else (initial_state,)))
     counts = None if lengths is None else jnp.clip(lengths - rank * length, 0, length)
     if segment_ids is not None:
@@ -100,24 +103,107 @@ def kda_sharded(
         begins = jnp.diff(segment_ids, axis=1, prepend=_previous(segment_ids[:, -1:], axis, first=-1)) != 0
         g, gate_lower_bound = jnp.where(begins[..., None, None], FORGET, g), None
 
-    part = kda(
+    o, seen, ending = _further_columns(
         q,
         k,
-        jnp.concatenate([v.astype(dtype), jnp.zeros((*v.shape[:-1], width), dtype)], axis=-1),
+        v,
         g,
         beta,
-        initial_state=jnp.broadcast_to(
-            jnp.eye(width, values + width, k=values, dtype=dtype), (batch, heads, width, values + width)
-        ),
+        dtype,
         lengths=counts,
         scale=scale,
         gate_lower_bound=gate_lower_bound,
         implementation=implementation,
     )
-    o, seen = jnp.split(part.o, [values], axis=-1)
-    parts = jax.lax.all_gather(part.final_state, axis)
+    return _fold(o, seen, ending, initial_state, counts, axis, v.dtype)
+
+
+def kda_from_raw_sharded(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    raw: Float[Array, "B T H K"],
+    beta_logits: Float[Array, "B T H"],
+    A_log: Float[Array, " H"],
+    dt_bias: Float[Array, "H K"],
+    *,
+    axis: AxisName,
+    initial_state: Float[Array, "B H K V"] | None = None,
+    lengths: Int[Array, " B"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    scale: float | None = None,
+    gate_lower_bound: float | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
+    """`kda_from_raw` of rows of which every device of `axis` holds T consecutive tokens, inside `jax.shard_map`.
+
+    On GPUs, whose kernel has heads of one width and computes gate and norms itself, the identity's columns are heads of
+    their own; o_0 and r are then rounded to the dtype of `v`. Elsewhere this is `kda_sharded` of what `kda` takes.
+
+    Args:
+        q: as in `pallas_kernels.kda.kda_from_raw`, this device's tokens.
+        k: likewise.
+        v: likewise.
+        raw: likewise.
+        beta_logits: likewise.
+        A_log: of the gate.
+        dt_bias: of the gate.
+        axis: as in `kda_sharded`; so is everything that follows.
+        initial_state: the state before the whole row.
+        lengths: tokens of the whole row that count.
+        segment_ids: this device's part of the ids of packed sequences.
+        scale: of q.
+        gate_lower_bound: of the gate.
+        implementation: of `kda_from_raw` or `kda`.
+
+    Returns:
+        As `kda_sharded`.
+
+    Raises:
+        ValueError: sizes that don't fit, or arguments that contradict each other.
+        TypeError: dtypes that don't fit.
+        UnsupportedImplementationError: the implementation named can't run.
+    """
+    options: dict[str, Any] = {"scale": scale, "implementation": implementation, "gate_lower_bound": gate_lower_bound}
+    as_heads = platform() == "gpu" and q.shape[-1] == v.shape[-1] and segment_ids is None
+    if jax.lax.axis_size(axis) == 1 or not as_heads:
+        return kda_sharded(
+            l2_normalize(q),
+            l2_normalize(k),
+            v,
+            gate(raw, A_log, dt_bias, gate_lower_bound),
+            jax.nn.sigmoid(beta_logits.astype(at_least_float32(beta_logits))),
+            axis=axis,
+            initial_state=initial_state,
+            lengths=lengths,
+            segment_ids=segment_ids,
+            **options,
+        )
+    _check_kda(q, v, initial_state, lengths, segment_ids)
+    dtype = at_least_float32(q, k, v, raw, beta_logits, *(() if initial_state is None else (initial_state,)))
+    counts = None
+    if lengths is not None:
+        counts = jnp.clip(lengths - jax.lax.axis_index(axis) * q.shape[1], 0, q.shape[1])
+    found = _columns_as_heads(q, k, v, raw, beta_logits, A_log, dt_bias, dtype, lengths=counts, **options)
+    return _fold(*found, initial_state, counts, axis, v.dtype)
+
+
+def _fold(
+    o: jax.Array,
+    seen: jax.Array,
+    ending: jax.Array,
+    initial_state: jax.Array | None,
+    counts: jax.Array | None,
+    axis: AxisName,
+    dtype: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """(o, final state) from every device's o_0, r and (B, M) side by side."""
+    size, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    batch, length, heads, values = o.shape
+    width = seen.shape[-1]
+    parts = jax.lax.all_gather(ending, axis)
     if initial_state is None:
-        initial_state = jnp.zeros((batch, heads, width, values), dtype)
+        initial_state = jnp.zeros((batch, heads, width, values), ending.dtype)
 
     def fold(
         carry: tuple[jax.Array, jax.Array], of_device: tuple[jax.Array, jax.Array]
@@ -127,12 +213,65 @@ def kda_sharded(
         state = einsum("bhkj,bhjv->bhkv", part[..., values:], state) + part[..., :values]
         return (state, entering), None
 
-    state, parts, rank = align(initial_state.astype(dtype), parts, rank)
+    state, parts, rank = align(initial_state.astype(ending.dtype), parts, rank)
     (state, entering), _ = jax.lax.scan(fold, (state, state), (jnp.arange(size), parts))
     o = o + einsum("bthk,bhkv->bthv", seen, entering)
     if counts is not None:
         o = jnp.where((jnp.arange(length) < counts[:, None])[..., None, None], o, 0)
-    return o.astype(v.dtype), state
+    return o.astype(dtype), state
+
+
+def _further_columns(
+    q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, dtype: Any, **options: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(o_0, r, B and M side by side): the identity's columns come after those of v."""
+    (batch, _, heads, width), values = q.shape, v.shape[-1]
+    state = jnp.eye(width, values + width, k=values, dtype=dtype)
+    part = kda(
+        q,
+        k,
+        jnp.concatenate([v.astype(dtype), jnp.zeros((*v.shape[:-1], width), dtype)], axis=-1),
+        g,
+        beta,
+        initial_state=jnp.broadcast_to(state, (batch, heads, width, values + width)),
+        **options,
+    )
+    o, seen = jnp.split(part.o, [values], axis=-1)
+    return o, seen, part.final_state
+
+
+def _columns_as_heads(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    raw: jax.Array,
+    beta_logits: jax.Array,
+    A_log: jax.Array,
+    dt_bias: jax.Array,
+    dtype: Any,
+    **options: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The same from what a layer's projections give: the identity's columns are heads of their own."""
+    batch, heads, width = q.shape[0], q.shape[2], q.shape[3]
+
+    def twice(x: jax.Array, axis: int = 2) -> jax.Array:
+        return jnp.concatenate([x, x], axis=axis)
+
+    start = jnp.stack([jnp.zeros((width, width), dtype), jnp.eye(width, dtype=dtype)])
+    start = jnp.broadcast_to(start[None, :, None], (batch, 2, heads, width, width)).reshape(batch, -1, width, width)
+    part = kda_from_raw(
+        twice(q),
+        twice(k),
+        jnp.concatenate([v, jnp.zeros_like(v)], axis=2),
+        twice(raw),
+        twice(beta_logits),
+        twice(A_log, 0),
+        twice(dt_bias, 0),
+        initial_state=start,
+        **options,
+    )
+    o, seen = jnp.split(part.o.astype(dtype), 2, axis=2)
+    return o, seen, jnp.concatenate(jnp.split(part.final_state, 2, axis=1), axis=-1)
 
 
 def short_conv_sharded(

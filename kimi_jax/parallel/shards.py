@@ -10,13 +10,13 @@ from jaxtyping import Array, Bool, Float, Int
 from kimi_jax.modules.experts import ExpertStack, Routing
 from kimi_jax.modules.mlp import GatedActivation
 from kimi_jax.parallel.context_dsa import dense_context, dsa_context, gather_tokens
-from kimi_jax.parallel.context_kda import kda_sharded, short_conv_sharded
+from kimi_jax.parallel.context_kda import kda_from_raw_sharded, short_conv_sharded
 from kimi_jax.parallel.experts import Exchange, run_experts_parallel
 from kimi_jax.parallel.sharded_decode import dense_decode_sharded, dsa_decode_sharded, owned_places
 from kimi_jax.parallel.zigzag import Layout
 from kimi_jax.shards import Shards
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.kda import KdaOutput, kda
+from pallas_kernels.kda import KdaOutput, kda_from_raw
 from pallas_kernels.short_conv import short_conv
 
 Keys = TypeVar("Keys")
@@ -57,6 +57,10 @@ class MeshShards(Shards):
     def first_token(self, tokens: int) -> Int[Array, ""] | int:
         """Number of the first of this device's `tokens` tokens in its row."""
         return jax.lax.axis_index(self.sequence) * tokens if self.split else 0
+
+    def row_tokens(self, tokens: int) -> int:
+        """Tokens of a whole row of which this device holds `tokens`."""
+        return tokens * jax.lax.axis_size(self.sequence) if self.split else tokens
 
     def last_token(self, x: Float[Array, "*N B T D"], lengths: Int[Array, " B"]) -> Float[Array, "*N B 1 D"]:
         """Each row's last valid token (its first one where there is none), on every device."""
@@ -112,14 +116,17 @@ class MeshShards(Shards):
         q: Float[Array, "B T H K"],
         k: Float[Array, "B T H K"],
         v: Float[Array, "B T H V"],
-        g: Float[Array, "B T H K"],
-        beta: Float[Array, "B T H"],
+        raw: Float[Array, "B T H K"],
+        beta_logits: Float[Array, "B T H"],
+        A_log: Float[Array, " H"],
+        dt_bias: Float[Array, "H K"],
         **options: Any,
     ) -> KdaOutput:
         """The recurrence over this device's tokens, from the state that the devices before leave."""
+        arguments = q, k, v, raw, beta_logits, A_log, dt_bias
         if not self.split:
-            return kda(q, k, v, g, beta, **options)
-        return KdaOutput(*kda_sharded(q, k, v, g, beta, axis=self.sequence, **options), None)
+            return kda_from_raw(*arguments, **options)
+        return KdaOutput(*kda_from_raw_sharded(*arguments, axis=self.sequence, **options), None)
 
     def dense_mla(
         self,

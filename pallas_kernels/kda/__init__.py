@@ -2,16 +2,42 @@
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Implementation, always, choose
-from pallas_kernels.kda import reference, tpu, xla
+from pallas_kernels.kda import gpu, gpu_slots, reference, tpu, xla
+from pallas_kernels.kda.decode import (
+    KdaConvDecodeOutput,
+    KdaDecodeOutput,
+    KdaRecords,
+    KdaVerifyOutput,
+    kda_commit,
+    kda_conv_decode,
+    kda_decode,
+    kda_verify,
+)
 from pallas_kernels.kda.gate import gate, l2_normalize
 from pallas_kernels.kda.xla import RUN, ChunkScan, best_chunk_scan
 from pallas_kernels.precision import at_least_float32
 
-__all__ = ["ChunkScan", "KdaOutput", "gate", "kda", "l2_normalize"]
+__all__ = [
+    "ChunkScan",
+    "KdaConvDecodeOutput",
+    "KdaDecodeOutput",
+    "KdaOutput",
+    "KdaRecords",
+    "KdaVerifyOutput",
+    "gate",
+    "kda",
+    "kda_commit",
+    "kda_conv_decode",
+    "kda_decode",
+    "kda_from_raw",
+    "kda_verify",
+    "l2_normalize",
+]
 
 
 class KdaOutput(NamedTuple):
@@ -87,7 +113,10 @@ def kda(
             else "sequential".
         implementation: None takes the best that can run. "tpu" takes widths K and V that are multiples of 128, q, k and
             v in float32 or bfloat16, and no state_positions. With bfloat16 its products keep 16 bits of each operand.
-            Its gradient is that of "xla".
+            Its gradient is that of "xla". "gpu" takes widths of 128, q, k and v in bfloat16, chunks of 64
+            and, with segment_ids, num_segments; it is faster with a gate_lower_bound from -5.5 up. Its products take
+            bfloat16, its gradient is that of "xla". More than one token it takes only by name; one token runs in the
+            kernel of `kda_decode`, in float32.
 
     Returns:
         KdaOutput(o, final_state, states).
@@ -110,6 +139,7 @@ def kda(
         raise ValueError(
             f"kda: chunk_scan is {chunk_scan!r}; it must be 'sequential', 'segments' or 'associative', or None."
         )
+    one_token = q.shape[1] == 1 and segment_ids is None and state_positions is None
     choice = choose(
         "kda",
         implementation,
@@ -126,7 +156,24 @@ def kda(
                 chunk_scan=chunk_scan,
                 named=implementation == "tpu",
             ),
-            "gpu": lambda: "kda has no GPU kernel yet.",
+            "gpu": lambda: (
+                gpu_slots.obstacle_of_one(
+                    q, k, v, {"g": g, "beta": beta, "initial_state": initial_state}, named=implementation == "gpu"
+                )
+                if one_token
+                else gpu.obstacle(
+                    q,
+                    k,
+                    v,
+                    {"g": g, "beta": beta, "initial_state": initial_state},
+                    segment_ids=segment_ids,
+                    num_segments=num_segments,
+                    state_positions=state_positions,
+                    chunk_size=chunk_size,
+                    chunk_scan=chunk_scan,
+                    named=implementation == "gpu",
+                )
+            ),
             "xla": always,
             "reference": always,
         },
@@ -144,6 +191,13 @@ def kda(
         return KdaOutput(
             *tpu.kda(q, k, v, g, beta, **arguments, gate_lower_bound=gate_lower_bound, chunk_size=chunk_size), None
         )
+    if choice.name == "gpu" and one_token:
+        one = gpu_slots.one_token(
+            q, k, v, g, beta, initial_state=initial_state, lengths=lengths, scale=arguments["scale"]
+        )
+        return KdaOutput(*one, None)
+    if choice.name == "gpu":
+        return KdaOutput(*gpu.kda(q, k, v, g, beta, **arguments, gate_lower_bound=gate_lower_bound), None)
     arguments["state_positions"] = state_positions
     if choice.name == "reference":
         return KdaOutput(*reference.kda(q, k, v, g, beta, **arguments))
@@ -162,12 +216,145 @@ def kda(
     )
 
 
+def kda_from_raw(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    raw: Float[Array, "B T H K"],
+    beta_logits: Float[Array, "B T H"],
+    A_log: Float[Array, "H"],
+    dt_bias: Float[Array, "H K"],
+    *,
+    initial_state: Float[Array, "B H K V"] | Float[Array, "B N H K V"] | None = None,
+    lengths: Int[Array, "B"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    num_segments: int | None = None,
+    scale: float | None = None,
+    gate_lower_bound: float | None = None,
+    implementation: Implementation | None = None,
+) -> KdaOutput:
+    """Runs `kda` on what a layer's projections give.
+
+        kda(l2_normalize(q), l2_normalize(k), v, gate(raw, A_log, dt_bias, gate_lower_bound), σ(beta_logits)).
+
+    The "gpu" implementation computes gate, norms and σ in its kernels, from bfloat16 raw numbers; the others compose it
+    as written.
+
+    Args:
+        q: queries, neither normalised nor scaled.
+        k: keys, not normalised.
+        v: values.
+        raw: output of the decay projection.
+        beta_logits: output of the projection for the strength of the write.
+        A_log: of `gate`.
+        dt_bias: of `gate`.
+        initial_state: as in `kda`; so are all arguments that follow.
+        lengths: tokens of each row that count.
+        segment_ids: packed sequences.
+        num_segments: how many states to keep per row.
+        scale: of q.
+        gate_lower_bound: of `gate`.
+        implementation: None takes the best that can run.
+
+    Returns:
+        KdaOutput(o, final_state, None).
+
+    Raises:
+        ValueError: sizes that don't fit, or arguments that contradict each other.
+        TypeError: dtypes that don't fit.
+        UnsupportedImplementationError: the implementation named can't run.
+    """
+    heads, width = q.shape[2:]
+    if A_log.shape != (heads,) or dt_bias.shape != (heads, width):
+        raise ValueError(
+            f"kda_from_raw: A_log has shape {A_log.shape} and dt_bias {dt_bias.shape}; they must be ({heads},) and "
+            f"({heads}, {width})."
+        )
+    if scale is not None and not scale > 0:
+        raise ValueError(f"kda_from_raw: scale is {scale}; it must be positive, or None for K^(-1/2).")
+    if gate_lower_bound is not None and not gate_lower_bound < 0:
+        raise ValueError(
+            f"kda_from_raw: gate_lower_bound is {gate_lower_bound}; it must be negative, or None if the gate has no bound."
+        )
+    dtype = at_least_float32(raw, A_log, dt_bias)
+    decays = jax.ShapeDtypeStruct(raw.shape, dtype)
+    betas = jax.ShapeDtypeStruct(beta_logits.shape, at_least_float32(beta_logits))
+    one_token = q.shape[1] == 1 and segment_ids is None
+
+    def obstacle() -> str | None:
+        if one_token:
+            wide = {"A_log": A_log, "dt_bias": dt_bias, "initial_state": initial_state}
+            return gpu_slots.obstacle_of_one(
+                q, k, v, wide, named=implementation == "gpu", raw=raw, gate_lower_bound=gate_lower_bound
+            )
+        if raw.dtype != jnp.bfloat16:
+            return f"raw has dtype {raw.dtype}; the Hopper kernels compute the gate from bfloat16."
+        return gpu.obstacle(
+            q,
+            k,
+            v,
+            {"beta_logits": beta_logits, "A_log": A_log, "dt_bias": dt_bias, "initial_state": initial_state},
+            segment_ids=segment_ids,
+            num_segments=num_segments,
+        )
+
+    if implementation in (None, "gpu"):
+        choice = choose("kda_from_raw", implementation, {"gpu": obstacle, "xla": always})
+        if choice.name == "gpu":
+            _check(q, k, v, decays, betas, initial_state, lengths, segment_ids, num_segments, None)
+            if one_token:
+                one = gpu_slots.one_token(
+                    q,
+                    k,
+                    v,
+                    raw,
+                    beta_logits,
+                    A_log,
+                    dt_bias,
+                    initial_state=initial_state,
+                    lengths=lengths,
+                    scale=q.shape[-1] ** -0.5 if scale is None else scale,
+                    gate_lower_bound=gate_lower_bound,
+                )
+                return KdaOutput(*one, None)
+            o, state = gpu.kda(
+                q,
+                k,
+                v,
+                raw,
+                beta_logits,
+                A_log,
+                dt_bias,
+                initial_state=initial_state,
+                lengths=lengths,
+                segment_ids=segment_ids,
+                num_segments=num_segments,
+                scale=q.shape[-1] ** -0.5 if scale is None else scale,
+                gate_lower_bound=gate_lower_bound,
+            )
+            return KdaOutput(o, state, None)
+    return kda(
+        l2_normalize(q),
+        l2_normalize(k),
+        v,
+        gate(raw, A_log, dt_bias, gate_lower_bound),
+        jax.nn.sigmoid(beta_logits.astype(betas.dtype)),
+        initial_state=initial_state,
+        lengths=lengths,
+        segment_ids=segment_ids,
+        num_segments=num_segments,
+        scale=scale,
+        gate_lower_bound=gate_lower_bound,
+        implementation=implementation,
+    )
+
+
 def _check(
     q: Array,
     k: Array,
     v: Array,
-    g: Array,
-    beta: Array,
+    g: Array | jax.ShapeDtypeStruct,
+    beta: Array | jax.ShapeDtypeStruct,
     initial_state: Array | None,
     lengths: Array | None,
     segment_ids: Array | None,

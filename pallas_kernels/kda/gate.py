@@ -1,10 +1,15 @@
 """The decay gate and the key norm of KDA, one routine for every way of running a model."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.precision import at_least_float32
+
+L2_EPS = 1e-6
 
 
 def gate(
@@ -44,12 +49,23 @@ def gate(
     dtype = at_least_float32(raw, A_log, dt_bias)
     z = raw.astype(dtype) + dt_bias.astype(dtype)
     rate = jnp.exp(A_log.astype(dtype))[:, None]
+    return log_decay(z, rate, lower_bound)
+
+
+def log_decay(
+    z: Any,
+    rate: Any,
+    lower_bound: float | None,
+    softplus: Callable[[Any], Any] = jax.nn.softplus,
+    sigmoid: Callable[[Any], Any] = jax.nn.sigmoid,
+) -> Any:
+    """The formula of `gate`, for arrays that fit each other; a kernel brings the functions that it has."""
     if lower_bound is None:
-        return -rate * jax.nn.softplus(z)
-    return lower_bound * jax.nn.sigmoid(rate * z)
+        return -rate * softplus(z)
+    return lower_bound * sigmoid(rate * z)
 
 
-def l2_normalize(x: Float[Array, "*dims K"], eps: float = 1e-6) -> Float[Array, "*dims K"]:
+def l2_normalize(x: Float[Array, "*dims K"], eps: float = L2_EPS) -> Float[Array, "*dims K"]:
     """Returns x / sqrt(Σ x² + eps) over the last axis, in float32 or better; eps is added to the sum, not to a mean."""
     x = x.astype(at_least_float32(x))
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + eps)

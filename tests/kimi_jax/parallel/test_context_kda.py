@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kimi_jax.parallel.context_kda import kda_sharded
+from kimi_jax.parallel.context_kda import kda_from_raw_sharded, kda_sharded
 from pallas_kernels.kda import kda
+from pallas_kernels.target import traced_for
 from tests import oracle_kda as oracle
 from tests.kimi_jax.parallel.context_mesh import (
     AXIS,
@@ -140,6 +141,37 @@ def test_gradient_of_kda(packed: bool) -> None:
     actual, expected = (jax.tree.leaves_with_path(jax.jit(jax.grad(f, (0, 1)))(*arguments)) for f in (sharded, alone))
     for (path, x), (_, y) in zip(actual, expected, strict=True):
         assert_close(x, y, 2e-5, jax.tree_util.keystr(path))
+
+
+def test_columns_of_the_identity_as_heads() -> None:
+    """What GPUs run, whose kernels have heads of one width; `xla` stands in for the kernel here."""
+    inputs, _ = split(kda_inputs(ROWS, 3))
+    rng = np.random.default_rng(1)
+    raw = {name: inputs[name] for name in "qk"} | {"raw": rng.standard_normal(inputs["q"].shape).astype(np.float32)}
+    raw["v"] = rng.standard_normal(inputs["q"].shape).astype(np.float32)
+    raw["beta_logits"] = rng.standard_normal(inputs["beta"].shape).astype(np.float32)
+    weights = {"A_log": jnp.full(HEADS, -3.0), "dt_bias": jnp.zeros((HEADS, WIDTH))}
+    state = rng.standard_normal((ROWS, HEADS, WIDTH, WIDTH)).astype(np.float32)
+
+    def on_device(raw: dict[str, Any], state: Any, lengths: Any, ids: Any) -> Any:
+        options = {"initial_state": state, "lengths": lengths, "gate_lower_bound": -5.0, "implementation": "xla"}
+        return kda_from_raw_sharded(**raw, **weights, axis=AXIS, **options)
+
+    with traced_for("gpu"):
+        run = over_context(on_device, 4, (TOKENS, WHOLE, WHOLE, TOKENS), (TOKENS, WHOLE))
+        o, last = run(raw, state, LENGTHS, None)
+    exact = {
+        "q": raw["q"],
+        "k": raw["k"],
+        "v": raw["v"],
+        "beta": 1 / (1 + np.exp(-raw["beta_logits"].astype(np.float64))),
+    }
+    exact["g"] = -5.0 / (1 + np.exp(-np.exp(-3.0) * raw["raw"].astype(np.float64)))
+    wanted, states = recurrence({name: exact[name] for name in NAMES}, state)
+    for row, length in enumerate(LENGTHS):
+        if length:
+            assert_close(o[row, :length], wanted[row, :length], 2e-6, f"o of {length} tokens")
+        assert_close(last[row], states[length, row], 2e-6, f"state after {length} tokens")
 
 
 def test_kda_in_other_dtypes() -> None:
