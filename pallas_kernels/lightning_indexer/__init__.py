@@ -1,5 +1,6 @@
 """Lightning indexer: scores every visible key with a few small heads and selects the best `top_k` of each query."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -7,9 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.dispatch import Implementation, always, choose
-from pallas_kernels.lightning_indexer import reference, xla
+from pallas_kernels.lightning_indexer import gpu, reference, xla
 from pallas_kernels.lightning_indexer.select import select
 from pallas_kernels.lightning_indexer.validate import check_at_least, check_indexer, check_visibility
+from pallas_kernels.mxfp8 import Mxfp8
 
 __all__ = [
     "DEFAULT_BUDGET_BYTES",
@@ -37,8 +39,8 @@ class Candidates(NamedTuple):
 
 
 def lightning_indexer(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B S K"],
+    q: Float[Array, "B T H K"] | Mxfp8,
+    k: Float[Array, "B S K"] | Mxfp8,
     w: Float[Array, "B T H"],
     *,
     top_k: int,
@@ -55,15 +57,17 @@ def lightning_indexer(
     +0.0) go to the lowest position; a NaN score loses against every other visible key. Carries no gradient.
 
     Args:
-        q: index queries.
-        k: one index key per position, shared by the heads. Keys that nobody sees may hold anything, NaN included.
+        q: index queries, also in MXFP8.
+        k: one index key per position, shared by the heads, also in MXFP8. Keys that nobody sees may hold anything, NaN
+            included.
         w: head weights, float32 or float64, of either sign.
         top_k: number of keys to select; it may exceed S.
         q_positions: each query's own position among the keys; -1 marks a padding row, which selects nothing.
         segment_ids: ids of the queries' packed sequences, -1 for padding; without key_segment_ids T must equal S.
         key_segment_ids: those of the keys, where queries are only some of the tokens. None: the same.
         budget_bytes: bound on working memory; queries run in blocks that respect it.
-        implementation: "xla", "reference", or None for the best one.
+        implementation: "gpu" (NVIDIA Hopper), "xla", "reference", or None for the best one. "gpu" takes no notice of the
+            budget: it needs about 64 MiB, and padded copies of q and k where T or S isn't a multiple of 8.
 
     Returns:
         int32 positions, ascending, padded with -1 at the end where a query sees fewer than `top_k` keys.
@@ -81,7 +85,15 @@ def lightning_indexer(
     key_segment_ids = segment_ids if key_segment_ids is None else key_segment_ids
     check_at_least(operation, 1, top_k=top_k, budget_bytes=budget_bytes)
     q_positions = q_positions.astype(jnp.int32)
-    if _choose(operation, implementation) == "reference":
+
+    def gpu_obstacle() -> str | None:
+        obstacle = gpu.obstacle(q, k, w, top_k, segment_ids is not None)
+        return obstacle or (gpu.unproved(k) if implementation is None else None)
+
+    chosen = _choose(operation, implementation, gpu_obstacle)
+    if chosen == "gpu":
+        return gpu.lightning_indexer(q, k, w, top_k=top_k, q_positions=q_positions)
+    if chosen == "reference":
         return reference.lightning_indexer(
             q,
             k,
@@ -104,8 +116,8 @@ def lightning_indexer(
 
 
 def index_candidates(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B S K"],
+    q: Float[Array, "B T H K"] | Mxfp8,
+    k: Float[Array, "B S K"] | Mxfp8,
     w: Float[Array, "B T H"],
     *,
     top_k: int,
@@ -144,8 +156,8 @@ def best_candidates(scores: Float[Array, "B T C"], *, top_k: int) -> Bool[Array,
 
 
 def index_scores(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B S K"],
+    q: Float[Array, "B T H K"] | Mxfp8,
+    k: Float[Array, "B S K"] | Mxfp8,
     w: Float[Array, "B T H"],
     q_positions: Int[Array, "B T"],
     segment_ids: Int[Array, "B T"] | None = None,
@@ -177,13 +189,15 @@ def index_scores(
     )
 
 
-def _choose(operation: str, implementation: Implementation | None) -> Implementation:
+def _choose(
+    operation: str, implementation: Implementation | None, gpu_obstacle: Callable[[], str | None] | None = None
+) -> Implementation:
     return choose(
         operation,
         implementation,
         {
             "tpu": lambda: f"{operation} has no TPU kernel yet.",
-            "gpu": lambda: f"{operation} has no GPU kernel yet.",
+            "gpu": gpu_obstacle or (lambda: f"{operation} has no GPU kernel yet."),
             "xla": always,
             "reference": always,
         },

@@ -5,12 +5,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.lightning_indexer.visibility import visible_keys
+from pallas_kernels.mxfp8 import Mxfp8
 from pallas_kernels.precision import at_least_float32, einsum
 
 
 def index_scores(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B S K"],
+    q: Float[Array, "B T H K"] | Mxfp8,
+    k: Float[Array, "B S K"] | Mxfp8,
     w: Float[Array, "B T H"],
     *,
     q_positions: Int[Array, "B T"],
@@ -18,6 +19,7 @@ def index_scores(
     key_segment_ids: Int[Array, "B S"] | None,
 ) -> Float[Array, "B T S"]:
     """Scores in float32 or better, -inf where invisible."""
+    q, k = (x.dequantize(jnp.float32) if isinstance(x, Mxfp8) else x for x in (q, k))
     dtype = at_least_float32(q, k, w)
     dots = einsum("bthk,bsk->bths", q.astype(dtype), k.astype(dtype))
     dots = jnp.where(dots <= 0, 0, dots)  # jax.nn.relu turns NaN into 0 on CPUs, but only in some fusions
@@ -27,8 +29,8 @@ def index_scores(
 
 
 def lightning_indexer(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B S K"],
+    q: Float[Array, "B T H K"] | Mxfp8,
+    k: Float[Array, "B S K"] | Mxfp8,
     w: Float[Array, "B T H"],
     *,
     top_k: int,
@@ -52,8 +54,8 @@ def lightning_indexer(
 
 
 def index_candidates(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B S K"],
+    q: Float[Array, "B T H K"] | Mxfp8,
+    k: Float[Array, "B S K"] | Mxfp8,
     w: Float[Array, "B T H"],
     *,
     top_k: int,

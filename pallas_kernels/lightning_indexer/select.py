@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.lightning_indexer.blocks import pinned
 from pallas_kernels.lightning_indexer.visibility import Visibility
+from pallas_kernels.mxfp8 import Mxfp8
 from pallas_kernels.precision import at_least_float32, einsum
 from pallas_kernels.target import platform
 
@@ -37,9 +38,19 @@ def tile_scores(
     return einsum("bth,bths->bts", w, dots)
 
 
+def plain(array: jax.Array | Mxfp8) -> jax.Array:
+    """MXFP8 as bfloat16, which holds it exactly; anything else as it is."""
+    return array.dequantize(jnp.bfloat16) if isinstance(array, Mxfp8) else array
+
+
+def score_dtype(*arrays: jax.Array | Mxfp8) -> jnp.dtype:
+    """In which scores are summed: float32 or better."""
+    return at_least_float32(*(jnp.bfloat16 if isinstance(array, Mxfp8) else array for array in arrays))
+
+
 def score_keys(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B S K"],
+    q: Float[Array, "B T H K"] | Mxfp8,
+    k: Float[Array, "B S K"] | Mxfp8,
     w: Float[Array, "B T H"],
     visibility: Visibility,
     tile: int,
@@ -53,12 +64,13 @@ def score_keys(
     """
     num_keys = k.shape[1]
     tile = min(tile, num_keys)
-    dtype = at_least_float32(q, k, w)
+    q, dtype = plain(q), score_dtype(q, k, w)
     lowest = jnp.finfo(dtype).min
 
     def step(i: jax.Array, scores: jax.Array) -> jax.Array:
         start = jnp.minimum(i * tile, num_keys - tile)
-        block = tile_scores(q, jax.lax.dynamic_slice_in_dim(pinned(k, i), start, tile, axis=1), w)
+        keys = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, tile, axis=1), pinned(k, i))
+        block = tile_scores(q, plain(keys), w)
         if rankable:
             block = jnp.where(block > lowest, block, lowest)
         block = jnp.where(visibility.tile(start, tile), block, -jnp.inf)
@@ -100,8 +112,8 @@ def select(scores: Float[Array, "B T S"], top_k: int) -> Selection:
 
 
 def select_block(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B S K"],
+    q: Float[Array, "B T H K"] | Mxfp8,
+    k: Float[Array, "B S K"] | Mxfp8,
     w: Float[Array, "B T H"],
     visibility: Visibility,
     top_k: int,
@@ -111,7 +123,7 @@ def select_block(
     num_keys = k.shape[1]
 
     def everything() -> Selection:
-        scores = jnp.where(visibility.tile(jnp.int32(0), num_keys), 0, -jnp.inf).astype(at_least_float32(q, k, w))
+        scores = jnp.where(visibility.tile(jnp.int32(0), num_keys), 0, -jnp.inf).astype(score_dtype(q, k, w))
         return select(scores, num_keys)
 
     if num_keys <= top_k:

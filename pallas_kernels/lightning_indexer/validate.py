@@ -5,8 +5,10 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.mxfp8 import Mxfp8
 
-def check_shape(operation: str, name: str, array: jax.Array, dims: str, sizes: Sequence[int | None]) -> None:
+
+def check_shape(operation: str, name: str, array: jax.Array | Mxfp8, dims: str, sizes: Sequence[int | None]) -> None:
     """Raises ValueError unless `array` has these sizes (None: any size of at least 1)."""
     legal = "[" + ", ".join("any" if size is None else str(size) for size in sizes) + "]"
     matches = array.ndim == len(sizes) and all(
@@ -72,13 +74,21 @@ def check_visibility(
 
 
 def check_indexer(
-    operation: str, q: jax.Array, k: jax.Array, w: jax.Array, names: tuple[str, str, str] = ("q", "k", "w")
+    operation: str,
+    q: jax.Array | Mxfp8,
+    k: jax.Array | Mxfp8,
+    w: jax.Array,
+    names: tuple[str, str, str] = ("q", "k", "w"),
 ) -> None:
     """Raises unless the indexer's queries, keys and head weights fit together."""
     check_shape(operation, names[0], q, "[B, T, H, K]", (None, None, None, None))
     check_shape(operation, names[1], k, "[B, S, K]", (q.shape[0], None, q.shape[3]))
     check_shape(operation, names[2], w, "[B, T, H]", q.shape[:3])
-    check_floating(operation, **dict(zip(names, (q, k, w), strict=True)))
+    for name, array in zip(names, (q, k, w), strict=True):
+        if isinstance(array, Mxfp8):
+            array.check(f"{operation}: {name}")
+        else:
+            check_floating(operation, **{name: array})
     if jnp.finfo(w.dtype).bits < 32:
         raise TypeError(
             f"{operation}: {names[2]} has dtype {w.dtype}; it must be float32 or float64, because rounded head weights "

@@ -8,10 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.lightning_indexer.blocks import in_blocks, plan
-from pallas_kernels.lightning_indexer.select import score_keys, select, select_block, selected_indices
+from pallas_kernels.lightning_indexer.select import score_dtype, score_keys, select, select_block, selected_indices
 from pallas_kernels.lightning_indexer.visibility import Visibility
-from pallas_kernels.precision import at_least_float32
+from pallas_kernels.mxfp8 import Mxfp8
 from pallas_kernels.target import platform
+
+Queries = Float[Array, "B T H K"] | Mxfp8
+Keys = Float[Array, "B S K"] | Mxfp8
 
 
 def score_rows() -> int:
@@ -19,22 +22,22 @@ def score_rows() -> int:
     return 64 if platform() == "cpu" else 512
 
 
-def score_tile(k: Float[Array, "B S K"], budget_bytes: int) -> int:
+def score_tile(k: Keys, budget_bytes: int) -> int:
     """Keys scored together; fewer where two copies of the tile would fill a quarter of the budget."""
     batch, num_keys, width = k.shape
     wanted = 512 if platform() == "cpu" else 4096
-    return max(1, min(wanted, num_keys, budget_bytes // (8 * batch * width * at_least_float32(k).itemsize)))
+    return max(1, min(wanted, num_keys, budget_bytes // (8 * batch * width * score_dtype(k).itemsize)))
 
 
-def scoring_bytes(q: Float[Array, "B T H K"], k: Float[Array, "B S K"], tile: int) -> int:
+def scoring_bytes(q: Queries, k: Keys, tile: int) -> int:
     """Working memory of one query: its scores, what selection derives from them, one tile of all heads."""
-    return (4 * k.shape[1] + 2 * q.shape[2] * tile) * at_least_float32(q, k).itemsize
+    return (4 * k.shape[1] + 2 * q.shape[2] * tile) * score_dtype(q, k).itemsize
 
 
 @partial(jax.jit, static_argnames=("top_k", "budget_bytes"))
 def lightning_indexer(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B S K"],
+    q: Queries,
+    k: Keys,
     w: Float[Array, "B T H"],
     *,
     top_k: int,
@@ -46,7 +49,7 @@ def lightning_indexer(
     """Indices of the selected keys."""
     tile = score_tile(k, budget_bytes)
 
-    def block(sliced: tuple, keys: jax.Array, constants: tuple[Any, Any]) -> jax.Array:
+    def block(sliced: tuple, keys: jax.Array | Mxfp8, constants: tuple[Any, Any]) -> jax.Array:
         block_q, block_w, positions, segments = sliced
         visibility = Visibility(positions, segments, constants[1])
         return selected_indices(select_block(block_q, keys, block_w, visibility, top_k, tile), top_k)
@@ -56,8 +59,8 @@ def lightning_indexer(
 
 @partial(jax.jit, static_argnames=("top_k", "budget_bytes"))
 def index_candidates(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B S K"],
+    q: Queries,
+    k: Keys,
     w: Float[Array, "B T H"],
     *,
     top_k: int,
@@ -67,7 +70,7 @@ def index_candidates(
     """Indices of the selected keys and their scores."""
     tile = score_tile(k, budget_bytes)
 
-    def block(sliced: tuple, keys: jax.Array, constants: tuple[Any, Any]) -> tuple[jax.Array, jax.Array]:
+    def block(sliced: tuple, keys: jax.Array | Mxfp8, constants: tuple[Any, Any]) -> tuple[jax.Array, jax.Array]:
         block_q, block_w, positions, _ = sliced
         scores = score_keys(block_q, keys, block_w, Visibility(positions), tile, rankable=True)
         indices = selected_indices(select(scores, top_k), top_k)
@@ -79,8 +82,8 @@ def index_candidates(
 
 @partial(jax.jit, static_argnames=("budget_bytes",))
 def index_scores(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B S K"],
+    q: Queries,
+    k: Keys,
     w: Float[Array, "B T H"],
     *,
     q_positions: Int[Array, "B T"],
@@ -91,7 +94,7 @@ def index_scores(
     """Scores in float32 or better, -inf where invisible."""
     tile = score_tile(k, budget_bytes)
 
-    def block(sliced: tuple, keys: jax.Array, constants: tuple[Any, Any]) -> jax.Array:
+    def block(sliced: tuple, keys: jax.Array | Mxfp8, constants: tuple[Any, Any]) -> jax.Array:
         block_q, block_w, positions, segments = sliced
         visibility = Visibility(positions, segments, constants[1])
         return score_keys(block_q, keys, block_w, visibility, tile, rankable=False)
@@ -101,8 +104,8 @@ def index_scores(
 
 def _over_queries(
     block: Any,
-    q: jax.Array,
-    k: jax.Array,
+    q: jax.Array | Mxfp8,
+    k: jax.Array | Mxfp8,
     w: jax.Array,
     q_positions: jax.Array,
     segment_ids: jax.Array | None,

@@ -197,7 +197,7 @@ def test_working_memory_at_64k_stays_within_the_budget(dtype: str) -> None:
 
 def test_unknown_kernels_say_why() -> None:
     inputs = make(TINY[2])
-    with pytest.raises(UnsupportedImplementationError, match="lightning_indexer has no GPU kernel yet"):
+    with pytest.raises(UnsupportedImplementationError, match="it runs on NVIDIA Hopper GPUs"):
         run(inputs, top_k=3, implementation="gpu")
     with pytest.raises(UnsupportedImplementationError, match="index_scores has no TPU kernel yet"):
         index_scores(*(jnp.asarray(x) for x in inputs.values()), implementation="tpu")

@@ -1,0 +1,147 @@
+"""Pallas Mosaic GPU for Hopper: bfloat16 or MXFP8 keys, scores in float32, an exact selection that never keeps them all."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.lightning_indexer.select import plain
+from pallas_kernels.manual_axes import align, axes_left_to_xla
+from pallas_kernels.mxfp8 import Mxfp8
+from pallas_kernels.target import platform
+
+Queries = Float[Array, "B T H K"] | Mxfp8
+Keys = Float[Array, "B S K"] | Mxfp8
+
+HEADS, WIDTH, MOST = 32, 128, 2048
+FEW_QUERIES = 16
+"""Queries of a row up to which its keys are read as they are stored, by all blocks of threads together."""
+
+ROWS_BYTES = 58 * 2**20
+"""Working memory of few queries: scores and candidates of as many rows at a time as fit."""
+
+WIDE_BYTES = 32 * 2**20
+"""Bytes of bfloat16 up to which MXFP8 keys are converted once beforehand, and not by every block of threads again."""
+
+PROVED_KEYS = 131072
+"""Keys of a row up to which the kernels have run on a card."""
+
+_TILE, _KEYS_COPIED = 8, 8
+
+
+def obstacle(q: Queries, k: Keys, w: Float[Array, "B T H"], top_k: int, segmented: bool) -> str | None:
+    """Why the kernels can't run for this call, or None."""
+    if platform() != "gpu":
+        return f"it runs on NVIDIA Hopper GPUs, and the platform is {platform()!r}."
+    capability = getattr(jax.devices()[0], "compute_capability", "unknown")
+    if capability != "9.0":
+        return f"it is compiled for compute capability 9.0 (Hopper), and this device has {capability}."
+    return axes_left_to_xla() or unfit(q, k, w, top_k, segmented)
+
+
+def unfit(q: Queries, k: Keys, w: Float[Array, "B T H"], top_k: int, segmented: bool) -> str | None:
+    """Why no Hopper GPU could run this call, or None."""
+    for name, array in (("q", q), ("k", k)):
+        if not isinstance(array, Mxfp8) and array.dtype != jnp.bfloat16:
+            return f"{name} is {array.dtype}; its matrix instructions take bfloat16, and MXFP8 turned into it."
+    if w.dtype != jnp.float32:
+        return f"w is {w.dtype}; it sums in float32."
+    if tuple(q.shape[2:]) != (HEADS, WIDTH):
+        return f"there are {q.shape[2]} heads of {q.shape[3]}; it takes {HEADS} of {WIDTH}."
+    if top_k > MOST:
+        return f"top_k={top_k}; it selects at most {MOST}."
+    if segmented:
+        return "there are segment ids; it takes rows of one sequence each."
+    if not isinstance(k, Mxfp8) and k.shape[1] % _KEYS_COPIED and 2 * k.size > WIDE_BYTES:
+        return f"there are {k.shape[1]} bfloat16 keys a row; where they are many, it takes multiples of {_KEYS_COPIED}."
+    return None
+
+
+def unproved(k: Keys) -> str | None:
+    """Why nobody should get the kernels who doesn't ask for them, or None."""
+    if k.shape[1] > PROVED_KEYS:
+        return f"rows of {k.shape[1]} keys haven't run on a card yet, only up to {PROVED_KEYS}; name it to run it."
+    return None
+
+
+def lightning_indexer(
+    q: Queries,
+    k: Keys,
+    w: Float[Array, "B T H"],
+    *,
+    top_k: int,
+    q_positions: Int[Array, "B T"],
+    interpret: Any = None,
+) -> Int[Array, "B T C"]:
+    """See `pallas_kernels.lightning_indexer.lightning_indexer`; `interpret` is what Pallas takes to run it elsewhere."""
+    q, k, w, q_positions = align(*jax.lax.stop_gradient((q, k, w)), q_positions)
+    q_positions = jnp.minimum(q_positions.astype(jnp.int32), k.shape[1] - 1)
+    if isinstance(k, Mxfp8) and q.shape[1] > FEW_QUERIES and 2 * k.elements.size <= WIDE_BYTES:
+        k = k.dequantize(jnp.bfloat16)
+    if not isinstance(k, Mxfp8) and k.shape[1] % _KEYS_COPIED:
+        k = jnp.pad(k, ((0, 0), (0, -k.shape[1] % _KEYS_COPIED), (0, 0)))
+    if q.shape[1] <= FEW_QUERIES:
+        return few(q, k, w, q_positions, top_k, interpret)
+    return many(q, k, w, q_positions, top_k, interpret)
+
+
+def many(q: Any, k: Keys, w: Array, q_positions: Array, top_k: int, interpret: Any = None) -> Int[Array, "B T C"]:
+    """Blocks of 8 queries."""
+    # Imported late: Mosaic takes a second, which nobody should wait for who has no such GPU.
+    from pallas_kernels.lightning_indexer.gpu_prefill import prefill
+    from pallas_kernels.lightning_indexer.gpu_select import room_for
+
+    num_queries = q.shape[1]
+    q, w, q_positions = _padded(q, w, q_positions, -num_queries % _TILE)
+    found = prefill(q, k, w, q_positions, room_for(top_k), blocks=_blocks(interpret), interpret=interpret)
+    return found[:, :num_queries]
+
+
+def few(q: Any, k: Keys, w: Array, q_positions: Array, top_k: int, interpret: Any = None) -> Int[Array, "B T C"]:
+    """A few queries of each row: scores of some rows at a time in memory, then a selection among them."""
+    from pallas_kernels.lightning_indexer.gpu_decode import score_rows
+    from pallas_kernels.lightning_indexer.gpu_rows import row_bytes, select_rows
+
+    batch, num_queries = q.shape[:2]
+    together = min(8, 1 << (num_queries - 1).bit_length())
+    q, w, q_positions = _padded(q, w, q_positions, -num_queries % together)
+    rows = max(1, min(batch, ROWS_BYTES // (together * row_bytes(k.shape[1], top_k))))
+    groups = 4 if together <= 2 else 2
+    found = []
+    for first in range(0, q.shape[1], together):
+        part = slice(first, first + together)
+        blocks = []
+        for row in range(0, batch, rows):
+            some = slice(row, row + rows)
+            mine = k[some], w[some, part], q_positions[some, part]
+            orders, highest = score_rows(
+                plain(q[some, part]), *mine, blocks=_blocks(interpret), groups=groups, interpret=interpret
+            )
+            count = orders.shape[0] * together
+            chosen = select_rows(
+                orders.reshape(count, -1),
+                highest.reshape(count, -1),
+                q_positions[some, part].reshape(count),
+                top_k,
+                blocks=_blocks(interpret),
+                interpret=interpret,
+            )
+            blocks.append(chosen.reshape(-1, together, top_k))
+        found.append(jnp.concatenate(blocks, axis=0))
+    return jnp.concatenate(found, axis=1)[:, :num_queries]
+
+
+def _padded(q: Any, w: Array, q_positions: Array, missing: int) -> tuple[Any, Array, Array]:
+    """With more queries, which see nothing."""
+    if not missing:
+        return q, w, q_positions
+
+    def longer(x: Array, fill: int = 0) -> Array:
+        return jnp.pad(x, ((0, 0), (0, missing), *(((0, 0),) * (x.ndim - 2))), constant_values=fill)
+
+    return jax.tree.map(longer, q), longer(w), longer(q_positions, -1)
+
+
+def _blocks(interpret: Any) -> int:
+    return 2 if interpret is not None else getattr(jax.devices()[0], "core_count", 132)

@@ -1,0 +1,448 @@
+"""The Hopper kernel for many queries: scores stay in registers, candidates in a little memory of each block of threads.
+
+A block of threads owns 8 queries at a time and walks over the keys they see. One warpgroup copies queries and tiles of
+128 keys into shared memory; two multiply, each 4 queries' 4 x 32 heads by a tile's keys. The heads are laid on the
+instruction's 64 rows so that a warp gets all 32 heads of one query, 16 from each of two products. Then a warp sums its
+query's heads, and keeps the best keys by itself: no other warp ever sees that query's scores.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.lightning_indexer.gpu_plain import absorb_plainly, add_heads_plainly, begin_plainly, finish_plainly
+from pallas_kernels.lightning_indexer.gpu_select import (
+    COLUMNS,
+    INVISIBLE,
+    LIMIT,
+    STATE,
+    Room,
+    add_heads,
+    add_lanes,
+    append,
+    begin,
+    finish,
+    make_room,
+    order,
+)
+from pallas_kernels.lightning_indexer.gpu_unpack import widen, widen_plainly
+from pallas_kernels.mxfp8 import Mxfp8
+
+HEADS, WIDTH = 32, 128
+GROUPS, QUERIES = 2, 4
+"""Warpgroups that multiply, and queries of each."""
+
+TILE, ROWS = GROUPS * QUERIES, QUERIES * HEADS // 2
+RAW = 3
+"""Tiles of MXFP8 keys on their way."""
+
+_COPY_REGISTERS, _PRODUCT_REGISTERS = 40, 232
+_SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+
+def prefill(
+    q: Float[Array, "B T H K"] | Mxfp8,
+    k: Float[Array, "B S K"] | Mxfp8,
+    w: Float[Array, "B T H"],
+    q_positions: Int[Array, "B T"],
+    room: Room,
+    *,
+    blocks: int = 132,
+    together: int = 2,
+    stages: int | None = None,
+    interpret: Any = None,
+) -> Int[Array, "B T C"]:
+    """Selected positions of a number of queries that divides into tiles of 8; keys past the end are zeros."""
+    batch, num_queries, _, _ = q.shape
+    num_keys = k.shape[1]
+    packed, packed_q = isinstance(k, Mxfp8), isinstance(q, Mxfp8)
+    stages = stages or (2 if packed else 3 if packed_q else 4)
+    missing = ((0, 0), (0, -num_keys % (COLUMNS * together)), (0, 0))
+    stored: list[Array] = []
+    if isinstance(k, Mxfp8):
+        scale = jnp.pad(k.scale, missing) if missing[1][1] else k.scale
+        stored += [lax.bitcast_convert_type(k.elements, jnp.uint8), scale.reshape(batch, -1, WIDTH)]
+    else:
+        stored += [k]
+    if isinstance(q, Mxfp8):
+        stored += [lax.bitcast_convert_type(q.elements, jnp.uint8), q.scale.reshape(batch, num_queries, -1)]
+    else:
+        stored += [q]
+    if interpret is not None:  # it refuses to read past the end, where the copy engine finds zeros
+        stored[0] = jnp.pad(stored[0], missing)
+    tiles_of_row = num_queries // TILE
+    tiles = batch * tiles_of_row
+    blocks = min(blocks, tiles)
+    limits = jnp.minimum(q_positions.astype(jnp.int32), num_keys - 1)
+    # How many tiles of keys a tile of queries sees.
+    ends = (jnp.max(limits.reshape(tiles, TILE), axis=1) // (COLUMNS * together) + 1) * together
+
+    def kernel(
+        ends: Any,
+        limits: Any,
+        weights: Any,
+        *refs: Any,
+        q_slots: Any,
+        k_slots: Any,
+        states: Any,
+        q_full: Any,
+        q_empty: Any,
+        full: Any,
+        empty: Any,
+        **more: Any,
+    ) -> None:
+        *keys, out, candidates = refs
+        keys, (q, *q_scale) = (keys[:-2], keys[-2:]) if packed_q else (keys[:-1], keys[-1:])
+        group = lax.axis_index("warpgroup")
+        me = lax.axis_index("block")
+        mine = lax.div(tiles - me + (blocks - 1), blocks)
+
+        def tile_of(number: Array) -> Array:
+            return tiles - 1 - (me + number * blocks)  # the longest first
+
+        def copy_tile(number: Array, done: Array) -> Array:
+            tile = tile_of(number)
+            row, first = lax.div(tile, tiles_of_row), lax.rem(tile, tiles_of_row) * TILE
+
+            @pl.when(number > 0)
+            def _() -> None:
+                plgpu.barrier_wait(q_empty)
+
+            for which in range(GROUPS):
+                mine = first + which * QUERIES
+                if packed_q:
+                    plgpu.copy_gmem_to_smem(q.at[row, pl.ds(mine, QUERIES)], more["raw_q"].at[which], q_full)
+                    plgpu.copy_gmem_to_smem(q_scale[0].at[row, pl.ds(mine, QUERIES)], more["scale_q"].at[which], q_full)
+                    continue
+                for half in range(2):
+                    for query in range(QUERIES):
+                        source = q.at[row, mine + query, pl.ds(half * (HEADS // 2), HEADS // 2)]
+                        target = q_slots.at[which, half, pl.ds(query * (HEADS // 2), HEADS // 2)]
+                        plgpu.copy_gmem_to_smem(source, target, q_full)
+
+            count = ends[tile]
+
+            def room_in(step: Array) -> Array:
+                slot = lax.rem(done + step, stages)
+
+                @pl.when(done + step >= stages)
+                def _() -> None:
+                    plgpu.barrier_wait(empty.at[slot])
+
+                return slot
+
+            def copy(step: Array, carry: tuple[()]) -> tuple[()]:
+                slot = room_in(step)
+                source = keys[0].at[row, pl.ds(step * COLUMNS, COLUMNS)]
+                plgpu.copy_gmem_to_smem(source, k_slots.at[slot], full.at[slot])
+                return carry
+
+            def fetch(step: Array) -> None:
+                slot, lines = lax.rem(done + step, RAW), COLUMNS * 4 // WIDTH
+                raw_full = more["raw_full"].at[slot]
+                source = keys[0].at[row, pl.ds(step * COLUMNS, COLUMNS)]
+                plgpu.copy_gmem_to_smem(source, more["raw_slots"].at[slot], raw_full)
+                source = keys[1].at[row, pl.ds(step * lines, lines)]
+                plgpu.copy_gmem_to_smem(source, more["scale_slots"].at[slot], raw_full)
+
+            def convert(step: Array, carry: tuple[()]) -> tuple[()]:
+                raw = lax.rem(done + step, RAW)
+                plgpu.barrier_wait(more["raw_full"].at[raw])
+                slot = room_in(step)
+                if interpret is None:
+                    widen(more["raw_slots"].at[raw], more["scale_slots"].at[raw], k_slots.at[slot], _SWIZZLED)
+                else:
+                    scale = more["scale_slots"][raw].reshape(COLUMNS, 4)
+                    k_slots[slot] = widen_plainly(more["raw_slots"][raw], scale)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(full.at[slot])
+
+                @pl.when(step + RAW < count)
+                def _() -> None:
+                    fetch(step + RAW)
+
+                return carry
+
+            if packed:
+                for step in range(RAW):
+
+                    @pl.when(step < count)
+                    def _(step: int = step) -> None:
+                        fetch(jnp.int32(step))
+
+            lax.fori_loop(0, count, convert if packed else copy, ())
+            return done + count
+
+        def select_tile(number: Array, done: Array) -> Array:
+            tile = tile_of(number)
+            first = tile * TILE + group * QUERIES  # of this warpgroup's queries, of all batch rows
+            count = ends[tile]
+            state, room_of = states.at[group], candidates.at[me * GROUPS + group]
+            act = _Plain(room) if interpret is not None else _Emit(room, together)
+            w_low, w_high = act.weights(weights, first, 0), act.weights(weights, first, 1)
+            act.begin(state, limits, first)
+            plgpu.barrier_wait(q_full)
+            if packed_q:
+                raw, scale = more["raw_q"].at[group], more["scale_q"].at[group]
+                if interpret is None:
+                    widen(raw, scale, q_slots.at[group], _SWIZZLED, queries=True)
+                else:
+                    wide = widen_plainly(raw[...].reshape(-1, WIDTH), scale[...].reshape(-1, 4))
+                    wide = wide.reshape(QUERIES, 2, HEADS // 2, WIDTH).swapaxes(0, 1)
+                    q_slots[group] = wide.reshape(2, ROWS, WIDTH)
+                plgpu.commit_smem()
+
+            def some(number: Array, carry: tuple[()]) -> tuple[()]:
+                """`together` tiles; while heads of one product are summed, the next product runs."""
+                step = number * together
+                slots = [lax.rem(done + step + tile, stages) for tile in range(together)]
+                plgpu.barrier_wait(full.at[slots[0]])
+                low = act.multiply(q_slots.at[group, 0], k_slots.at[slots[0]])
+                sums: list[Array] = []
+                for tile, slot in enumerate(slots):
+                    high = act.multiply(q_slots.at[group, 1], k_slots.at[slot])
+                    if sums:
+                        act.append(sums[-1], (step + tile - 1) * COLUMNS, state, room_of)
+                    act.wait(1)
+                    half = act.add(low, w_low)
+                    if tile + 1 < together:
+                        plgpu.barrier_wait(full.at[slots[tile + 1]])
+                        low = act.multiply(q_slots.at[group, 0], k_slots.at[slots[tile + 1]])
+                        act.wait(1)
+                    else:
+                        act.wait(0)
+                    plgpu.barrier_arrive(empty.at[slot])
+                    sums.append(act.add(high, w_high, half))
+                act.append(sums[-1], (step + together - 1) * COLUMNS, state, room_of)
+                act.make_room(state, room_of)
+                return carry
+
+            lax.fori_loop(0, lax.div(count, together), some, ())
+            plgpu.barrier_arrive(q_empty)
+            act.finish(state, room_of, out, first)
+            return done + count
+
+        @pl.when(group == GROUPS)
+        def _() -> None:
+            plgpu.set_max_registers(_COPY_REGISTERS, action="decrease")
+            done = lax.fori_loop(0, mine, copy_tile, jnp.int32(0))
+            # Stay until everything was read: barriers must be even in the end.
+            plgpu.barrier_wait(q_empty)
+            for index in range(stages):
+
+                @pl.when(done + index >= stages)
+                def _(index: int = index) -> None:
+                    plgpu.barrier_wait(empty.at[lax.rem(done + index, stages)])
+
+        @pl.when(group < GROUPS)
+        def _() -> None:
+            plgpu.set_max_registers(_PRODUCT_REGISTERS, action="increase")
+            lax.fori_loop(0, mine, select_tile, jnp.int32(0))
+
+    scratch: dict[str, Any] = {
+        "q_slots": plgpu.SMEM((GROUPS, 2, ROWS, WIDTH), jnp.bfloat16, transforms=_SWIZZLED),
+        "k_slots": plgpu.SMEM((stages, COLUMNS, WIDTH), jnp.bfloat16, transforms=_SWIZZLED),
+        "states": plgpu.SMEM((GROUPS, QUERIES * STATE), jnp.int32),
+        "q_full": plgpu.Barrier(num_arrivals=GROUPS * 2 * (1 if packed_q else QUERIES)),
+        "q_empty": plgpu.Barrier(num_arrivals=GROUPS),
+        "full": plgpu.Barrier(num_barriers=stages),
+        "empty": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),
+    }
+    mesh: dict[str, Any] = {}
+    if packed_q:
+        scratch["raw_q"] = plgpu.SMEM((GROUPS, QUERIES, HEADS, WIDTH), jnp.uint8)
+        scratch["scale_q"] = plgpu.SMEM((GROUPS, QUERIES, HEADS * 4), jnp.uint8)
+    if packed:
+        scratch["raw_slots"] = plgpu.SMEM((RAW, COLUMNS, WIDTH), jnp.uint8)
+        scratch["scale_slots"] = plgpu.SMEM((RAW, COLUMNS * 4 // WIDTH, WIDTH), jnp.uint8)
+        scratch["raw_full"] = plgpu.Barrier(num_arrivals=2, num_barriers=RAW)
+    if interpret is not None:
+        mesh["interpret"] = interpret
+    out, _ = plgpu.kernel(
+        kernel,
+        out_type=(
+            jax.ShapeDtypeStruct((batch * num_queries, room.top_k), jnp.int32),
+            jax.ShapeDtypeStruct((blocks * GROUPS, QUERIES, 2, room.size), jnp.int32),
+        ),
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=GROUPS + 1,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        **mesh,
+    )(ends, limits.reshape(-1), w.reshape(-1, HEADS), *stored)
+    return out.reshape(batch, num_queries, room.top_k)
+
+
+_WGMMA, _ROW, _SCALAR = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WG_SPLAT(())
+_REF = plgpu.RefType()
+
+
+class _Emit:
+    """The parts of the kernel that a warp does by itself, as instructions."""
+
+    def __init__(self, room: Room, tiles: int) -> None:
+        self.room, self.tiles = room, tiles
+
+    def weights(self, weights: Any, first: Array, which: int) -> Array:
+        """Weights of the first or the other 16 heads of four queries, as they belong to the rows of a product."""
+        layout = _ROW.to_mgpu()
+
+        def emit(context: Any, weights: Any, first: Any) -> Any:
+            warp, place = _warp()
+            query = warp.add(first.registers.item(), warp.number)
+            head = warp.add(warp.mul(query, HEADS), warp.add(warp.shift_down(warp.lane, 2), which * HEADS // 2))
+            values = [warp.load_real(place(weights), warp.add(head, 8 * half)) for half in range(2)]
+            return warp.array(values, (ROWS,), layout)
+
+        kind = plgpu.ShapeDtypeStruct((ROWS,), jnp.dtype("float32"), layout=_ROW)
+        return plgpu.inline_mgpu(arg_types=(_REF, _SCALAR), return_type=kind)(emit)(weights, first)
+
+    def begin(self, states: Any, limits: Any, first: Array) -> None:
+        """Empty selections of four queries."""
+
+        def emit(context: Any, states: Any, limits: Any, first: Any) -> None:
+            warp, place = _warp()
+            query = warp.add(first.registers.item(), warp.number)
+            limit = warp.load(place(limits), query)
+            begin(warp, warp.offset(place(states), warp.mul(warp.number, STATE)), limit)
+
+        _inline(emit, (_REF, _REF, _SCALAR))(states, limits, first)
+
+    def multiply(self, q: Any, k: Any) -> Array:
+        """Starts a product [64, 128] of rows of q and rows of k. It isn't there before `wait`."""
+        kind = plgpu.ShapeDtypeStruct((ROWS, COLUMNS), jnp.dtype("float32"), layout=_dots())
+        swizzled = plgpu.RefType(_SWIZZLED)
+
+        def emit(context: Any, q: Any, k: Any) -> Any:
+            warp, place = _warp()
+            return warp.start_product(place(q), place(k), COLUMNS)
+
+        return plgpu.inline_mgpu(arg_types=(swizzled, swizzled), return_type=kind)(emit)(q, k)
+
+    def wait(self, running: int) -> None:
+        """Until at most that many of the last products are still running."""
+        plgpu.wgmma_wait(running)
+
+    def add(self, dots: Array, weights: Array, sums: Array | None = None) -> Array:
+        """Adds 16 heads of each query, two of them a lane, to 32 numbers a lane, in any layout that holds as many."""
+        kind = plgpu.ShapeDtypeStruct((ROWS, COLUMNS // 2), jnp.dtype("float32"), layout=_WGMMA)
+
+        def emit(context: Any, dots: Any, weights: Any, *sums: Any) -> Any:
+            warp, _ = _warp()
+            # Registers aren't looked at before the wait that came before.
+            registers = warp.settled(dots).registers.reshape(COLUMNS // 8, 2, 2)
+            found = {
+                (half, block, odd): warp.element(registers[block, half, odd], 0)
+                for block in range(COLUMNS // 8)
+                for half in range(2)
+                for odd in range(2)
+            }
+            of_heads = [warp.element(register, 0) for register in weights.registers.reshape(2)]
+            before = warp.unpack(sums[0], COLUMNS // 8) if sums else None
+            return warp.pack(add_heads(warp, found, of_heads, before), COLUMNS // 8)
+
+        arguments = (dots, weights) if sums is None else (dots, weights, sums)
+        types = (_dots(), _ROW, _WGMMA)[: len(arguments)]
+        return plgpu.inline_mgpu(arg_types=types, return_type=kind)(emit)(*arguments)
+
+    def append(self, sums: Array, start: Array, states: Any, candidates: Any) -> None:
+        """Adds what lanes have summed, and appends to four selections what may belong to them."""
+
+        def emit(context: Any, sums: Any, start: Any, states: Any, candidates: Any) -> None:
+            warp, place = _warp()
+            mine = warp.offset(place(candidates), warp.mul(warp.number, 2 * self.room.size))
+            sums = warp.unpack(sums, COLUMNS // 8)
+            scores = add_lanes(warp, sums)
+            state = warp.offset(place(states), warp.mul(warp.number, STATE))
+            limit = warp.load(state, warp.integer(LIMIT))
+            first = start.registers.item()
+            orders = {}
+            for (tall, odd), score in scores.items():
+                position = warp.add(warp.add(first, 64 * tall + odd), warp.add(warp.lane, warp.lane))
+                seen = warp.compare("ge", limit, position)
+                orders[tall, odd] = warp.select(seen, order(warp, score), INVISIBLE)
+            append(warp, orders, first, state, mine, self.room)
+
+        _inline(emit, (_WGMMA, _SCALAR, _REF, _REF))(sums, start, states, candidates)
+
+    def make_room(self, states: Any, candidates: Any) -> None:
+        """Cuts selections that the next tiles might overflow."""
+
+        def emit(context: Any, states: Any, candidates: Any) -> None:
+            warp, place = _warp()
+            mine = warp.offset(place(candidates), warp.mul(warp.number, 2 * self.room.size))
+            make_room(warp, place(states), mine, self.room, self.tiles)
+
+        _inline(emit, (_REF, _REF))(states, candidates)
+
+    def finish(self, states: Any, candidates: Any, out: Any, first: Array) -> None:
+        """Writes four queries' positions."""
+
+        def emit(context: Any, states: Any, candidates: Any, out: Any, first: Any) -> None:
+            warp, place = _warp()
+            state = warp.offset(place(states), warp.mul(warp.number, STATE))
+            mine = warp.offset(place(candidates), warp.mul(warp.number, 2 * self.room.size))
+            query = warp.add(first.registers.item(), warp.number)
+            finish(warp, state, mine, warp.offset(place(out), warp.mul(query, self.room.top_k)), self.room)
+
+        _inline(emit, (_REF, _REF, _REF, _SCALAR))(states, candidates, out, first)
+
+
+class _Plain:
+    """The same for the interpreter, which runs array operations only."""
+
+    def __init__(self, room: Room) -> None:
+        self.room = room
+
+    def weights(self, weights: Any, first: Array, which: int) -> Array:
+        """Weights of the first or the other 16 heads of four queries."""
+        return weights[pl.ds(first, QUERIES), which * (HEADS // 2) : (which + 1) * (HEADS // 2)].reshape(-1)
+
+    def begin(self, states: Any, limits: Any, first: Array) -> None:
+        """Empty selections of four queries."""
+        begin_plainly(states, limits, first)
+
+    def multiply(self, q: Any, k: Any) -> Array:
+        """A product [64, 128] of rows of q and rows of k."""
+        return jnp.dot(q[...], k[...].T, preferred_element_type=jnp.float32)
+
+    def wait(self, running: int) -> None:
+        """Nothing runs by itself here."""
+
+    def add(self, dots: Array, weights: Array, sums: Array | None = None) -> Array:
+        """Adds 16 heads of each query."""
+        return add_heads_plainly(dots, weights) + (0 if sums is None else sums)
+
+    def append(self, sums: Array, start: Array, states: Any, candidates: Any) -> None:
+        """Changes four selections."""
+        absorb_plainly(sums, start, states, candidates, self.room)
+
+    def make_room(self, states: Any, candidates: Any) -> None:
+        """There is always room here."""
+
+    def finish(self, states: Any, candidates: Any, out: Any, first: Array) -> None:
+        """Writes four queries' positions."""
+        finish_plainly(candidates, out, first, self.room)
+
+
+def _warp() -> tuple[Any, Callable[[Any], Any]]:
+    from pallas_kernels.lightning_indexer.gpu_warp import Warp, place_of
+
+    return Warp(), place_of
+
+
+def _dots() -> Any:
+    """One 32-bit register for each number of a product: pairs would be put together before they are there."""
+    return plgpu.Layout._WGMMA_ACC_32BIT
+
+
+def _inline(emit: Callable[..., None], arguments: tuple[Any, ...]) -> Callable[..., None]:
+    return plgpu.inline_mgpu(arg_types=arguments, return_type=None)(emit)
