@@ -1,5 +1,6 @@
 """Multi-head latent attention over the keys that an indexer selected, or over all of them."""
 
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Implementation, always, choose
+from pallas_kernels.fp8_latent import Fp8Latent
 from pallas_kernels.lightning_indexer.validate import (
     check_at_least,
     check_floating,
@@ -16,10 +18,19 @@ from pallas_kernels.lightning_indexer.validate import (
     check_shape,
     check_visibility,
 )
-from pallas_kernels.sparse_mla import dense, kl, reference, xla
+from pallas_kernels.manual_axes import align
+from pallas_kernels.sparse_mla import dense, gpu, gpu_dsa, kl, reference, xla
 from pallas_kernels.target import platform
 
-__all__ = ["default_budget_bytes", "dense_mla", "dsa_mla", "indexer_kl", "latent_mla", "sparse_mla"]
+__all__ = [
+    "default_budget_bytes",
+    "dense_mla",
+    "dsa_mla",
+    "indexer_kl",
+    "latent_mla",
+    "paged_sparse_mla",
+    "sparse_mla",
+]
 
 
 def default_budget_bytes() -> int:
@@ -29,7 +40,7 @@ def default_budget_bytes() -> int:
 
 def sparse_mla(
     q: Float[Array, "B T H LR"],
-    latent: Float[Array, "B S LR"],
+    latent: Float[Array, "B S LR"] | Fp8Latent,
     indices: Int[Array, "B T C"],
     *,
     latent_width: int,
@@ -40,7 +51,8 @@ def sparse_mla(
     """Attention of each query over the keys that it names, in the absorbed form.
 
     p = softmax_c(scale * q . latent[indices[c]]); o = sum_c p_c * latent[indices[c], :latent_width]. The softmax is
-    float32 or better; probabilities are rounded to the dtype of `q` before the value product.
+    float32 or better; probabilities are rounded to the dtype of `q` before the value product, and FP8 latents, one row at
+    a time, before both products. Gradients reach `q` and array latents; FP8 ones are constants.
 
     Args:
         q: queries with the key projection absorbed: [latent part | rope slot].
@@ -49,7 +61,8 @@ def sparse_mla(
         latent_width: L, the leading channels of the latent that are the value.
         scale: multiplies the scores, (N + R) ** -0.5 in the Kimi models.
         budget_bytes: bound on working memory; None: `default_budget_bytes()`.
-        implementation: "xla", "reference", or None for the best one.
+        implementation: "gpu" (NVIDIA Hopper, the Kimi models' widths, bfloat16; by name only), "xla", "reference", or None
+            for the best one.
 
     Returns:
         o in the dtype of `q`, and the natural log-sum-exp of the scaled scores, float32 or better. A query without keys
@@ -65,18 +78,88 @@ def sparse_mla(
     operation = "sparse_mla"
     budget_bytes = default_budget_bytes() if budget_bytes is None else budget_bytes
     check_shape(operation, "q", q, "[B, T, H, L + R]", (None, None, None, None))
-    check_shape(operation, "latent", latent, "[B, S, L + R]", (q.shape[0], None, q.shape[3]))
+    _check_latent(operation, latent, "[B, S, L + R]", (q.shape[0], None, q.shape[3]), latent_width)
     check_shape(operation, "indices", indices, "[B, T, top_k]", (*q.shape[:2], None))
-    check_floating(operation, q=q, latent=latent)
+    check_floating(operation, q=q)
     check_integers(operation, indices=indices)
     check_at_least(operation, 1, latent_width=latent_width, budget_bytes=budget_bytes)
     check_scale(operation, scale)
     if latent_width > q.shape[3]:
         raise ValueError(f"{operation}: latent_width={latent_width}; it must be at most the key width {q.shape[3]}.")
-    indices = indices.astype(jnp.int32)
-    if _choose(operation, implementation) == "reference":
+    q, latent, indices = align(q, latent, indices.astype(jnp.int32))
+    chosen = _choose(
+        operation,
+        implementation,
+        lambda: gpu.obstacle(q.shape[3], q.dtype, latent, latent_width) or _by_name(implementation),
+    )
+    if chosen == "reference":
         return reference.sparse_mla(q, latent, indices, latent_width=latent_width, scale=scale)
+    if chosen == "gpu":
+        return gpu.sparse_mla(q, latent, indices, latent_width, scale, budget_bytes)
     return xla.sparse_mla(q, latent, indices, latent_width=latent_width, scale=scale, budget_bytes=budget_bytes)
+
+
+def paged_sparse_mla(
+    q: Float[Array, "B T H LR"],
+    pages: Float[Array, "P page LR"] | Fp8Latent,
+    indices: Int[Array, "B T C"],
+    *,
+    page_table: Int[Array, "B N"] | None = None,
+    latent_width: int,
+    scale: float,
+    budget_bytes: int | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "B T H {latent_width}"], Float[Array, "B T H"]]:
+    """`sparse_mla` over a pool of pages that all sequences share.
+
+    With a page table, position s of sequence b is row s mod page of page page_table[b, floor(s / page)]. Without one,
+    indices are physical: page * page size + row, as FlashMLA's decode takes them.
+
+    Args:
+        q: as in `sparse_mla`.
+        pages: [P, page, L + R], latents or FP8 latents; rows that nobody names may hold anything.
+        indices: positions, or physical rows; negative and too large ones are skipped.
+        page_table: pages of each sequence, negative where there's none: such positions are skipped.
+        latent_width: as in `sparse_mla`.
+        scale: as in `sparse_mla`.
+        budget_bytes: as in `sparse_mla`.
+        implementation: as in `sparse_mla`.
+
+    Returns:
+        As `sparse_mla`.
+
+    Raises:
+        ValueError: shapes disagree, or a number is out of range.
+        TypeError: a dtype is wrong.
+        UnsupportedImplementationError: the named implementation can't run.
+    """
+    operation = "paged_sparse_mla"
+    check_shape(operation, "q", q, "[B, T, H, L + R]", (None, None, None, None))
+    _check_latent(operation, pages, "[P, page, L + R]", (None, None, q.shape[3]), latent_width)
+    check_shape(operation, "indices", indices, "[B, T, top_k]", (*q.shape[:2], None))
+    check_integers(operation, indices=indices)
+    batch, tokens, heads, width = q.shape
+    num_pages, size, _ = pages.shape
+    rows = indices.astype(jnp.int32)
+    if page_table is not None:
+        check_shape(operation, "page_table", page_table, "[B, N]", (batch, None))
+        check_integers(operation, page_table=page_table)
+        page_table = page_table.astype(jnp.int32)
+        inside = (rows >= 0) & (rows < page_table.shape[1] * size)
+        places = jnp.where(inside, rows, 0)
+        page = jnp.take_along_axis(page_table, (places // size).reshape(batch, -1), axis=1).reshape(rows.shape)
+        rows = jnp.where(inside & (page >= 0) & (page < num_pages), page * size + places % size, -1)
+    pool = pages.reshape(1, num_pages * size) if isinstance(pages, Fp8Latent) else pages.reshape(1, -1, width)
+    o, lse = sparse_mla(
+        q.reshape(1, batch * tokens, heads, width),
+        pool,
+        rows.reshape(1, batch * tokens, -1),
+        latent_width=latent_width,
+        scale=scale,
+        budget_bytes=budget_bytes,
+        implementation=implementation,
+    )
+    return o.reshape(batch, tokens, heads, latent_width), lse.reshape(batch, tokens, heads)
 
 
 def latent_mla(
@@ -175,7 +258,8 @@ def dsa_mla(
         budget_bytes: bound on working memory beyond arguments and results; None: `default_budget_bytes()`. The
             smallest block is one query of every batch row.
         return_indices: also return the selection.
-        implementation: "xla", "reference", or None for the best one.
+        implementation: "gpu" (NVIDIA Hopper: `lightning_indexer`, then the kernel of `sparse_mla`; by name only), "xla",
+            "reference", or None for the best one.
 
     Returns:
         The attention output in the dtype of `q`; with `return_indices` also int32 positions, ascending, padded with -1.
@@ -198,7 +282,27 @@ def dsa_mla(
     _check_form(operation, form, ("gather", "mask"))
     q_positions = q_positions.astype(jnp.int32)
     indices: jax.Array | None
-    if _choose(operation, implementation) == "reference":
+    segmented = segment_ids is not None or key_segment_ids is not None
+    chosen = _choose(
+        operation,
+        implementation,
+        lambda: (
+            gpu_dsa.obstacle(index_q, index_k, index_w, q, latent, w_uk, top_k=top_k, segmented=segmented, form=form)
+            or _by_name(implementation)
+        ),
+    )
+    if chosen == "gpu":
+        out, indices = gpu_dsa.dsa_mla(
+            *align(index_q, index_k, index_w, q, latent, w_uk, w_uv),
+            top_k=top_k,
+            q_positions=q_positions,
+            segment_ids=segment_ids,
+            key_segment_ids=key_segment_ids,
+            scale=scale,
+            budget_bytes=budget_bytes,
+            return_indices=return_indices,
+        )
+    elif chosen == "reference":
         out, indices = reference.dsa_mla(
             index_q,
             index_k,
@@ -432,13 +536,44 @@ def _check_form(operation: str, form: str | None, legal: tuple[str, str]) -> Non
         raise ValueError(f"{operation}: form={form!r}; it must be {legal[0]!r}, {legal[1]!r} or None.")
 
 
-def _choose(operation: str, implementation: Implementation | None) -> Implementation:
+def _check_latent(
+    operation: str,
+    latent: jax.Array | Fp8Latent,
+    dims: str,
+    sizes: tuple[int | None, ...],
+    latent_width: int,
+) -> None:
+    if not isinstance(latent, Fp8Latent):
+        check_shape(operation, "latent", latent, dims, sizes)
+        check_floating(operation, latent=latent)
+        return
+    latent.check(f"{operation}: latent")
+    legal = latent.ndim == len(sizes) and all(
+        want is None or have == want for have, want in zip(latent.shape, sizes, strict=True)
+    )
+    if not legal or latent.latent_width != latent_width:
+        raise ValueError(
+            f"{operation}: latent is an Fp8Latent of shape {latent.shape} with {latent.latent_width} latent channels; it "
+            f"must be {dims} with latent_width={latent_width}."
+        )
+
+
+def _by_name(implementation: Implementation | None) -> str | None:
+    # On the card sums that exist were never rescaled, no keys were split, and the whole was compared with nothing.
+    return (
+        None if implementation == "gpu" else "the Hopper kernel hasn't shown all that it does on a card yet; name it."
+    )
+
+
+def _choose(
+    operation: str, implementation: Implementation | None, no_gpu: Callable[[], str | None] | None = None
+) -> Implementation:
     return choose(
         operation,
         implementation,
         {
             "tpu": lambda: f"{operation} has no TPU kernel yet.",
-            "gpu": lambda: f"{operation} has no GPU kernel yet.",
+            "gpu": no_gpu or (lambda: f"{operation} has no GPU kernel yet."),
             "xla": always,
             "reference": always,
         },

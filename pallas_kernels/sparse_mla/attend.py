@@ -1,12 +1,15 @@
 """Attention of a block of queries, over tiles of all keys (online softmax) or over gathered rows."""
 
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.fp8_latent import Fp8Latent
 from pallas_kernels.lightning_indexer.blocks import Plan, pinned
 from pallas_kernels.lightning_indexer.select import Selection
 from pallas_kernels.lightning_indexer.visibility import Visibility
@@ -172,18 +175,18 @@ def _attend_selected(
     settings: Settings,
     plan: Plan,
     q: Float[Array, "B M H K"],
-    latent: Float[Array, "B N K"],
+    latent: Float[Array, "B N K"] | Fp8Latent,
     indices: Int[Array, "B M C"],
 ) -> tuple[Float[Array, "B M H V"], Float[Array, "B M H"]]:
     """Softmax attention of each query over the rows of `latent` that it names (-1: none), a block of M at a time.
 
-    Only a block's rows are gathered at a time. Reverse mode gathers them again and adds their gradients into one
-    float32 array.
+    Only a block's rows are gathered, and dequantised, at a time. Reverse mode gathers them again and adds their gradients
+    into one float32 array; FP8 latents are constants.
     """
 
     def run(start: jax.Array) -> tuple[jax.Array, jax.Array]:
         block_q, block_indices = plan.take((q, indices), start)
-        rows, valid = _gather(pinned(latent, start), block_indices)
+        rows, valid = gather_rows(pinned(latent, start), block_indices, block_q.dtype)
         return attend_rows(block_q, rows, valid, scale=settings.scale, value_width=settings.value_width)
 
     def step(block: jax.Array, out: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -196,40 +199,50 @@ def _attend_selected(
 
 
 def _selected_forward(
-    settings: Settings, plan: Plan, q: jax.Array, latent: jax.Array, indices: jax.Array
+    settings: Settings, plan: Plan, q: jax.Array, latent: jax.Array | Fp8Latent, indices: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], tuple]:
     return _attend_selected(settings, plan, q, latent, indices), (q, latent, indices)
 
 
 def _selected_backward(settings: Settings, plan: Plan, saved: tuple, grads: tuple[jax.Array, jax.Array]) -> tuple:
     q, latent, indices = saved
+    constant = isinstance(latent, Fp8Latent)
 
-    def step(block: jax.Array, totals: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def step(block: jax.Array, totals: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, jax.Array | None]:
         dq, dlatent = totals
         start = plan.start(block)
         fresh = start + jnp.arange(plan.size) >= block * plan.size  # rows of an overlap count once
         block_q, block_indices, *block_grads = plan.take((q, indices, *grads), start)
         block_indices = jnp.where(fresh[None, :, None], block_indices, -1)
-        rows, valid = _gather(pinned(latent, start), block_indices)
+        rows, valid = gather_rows(pinned(latent, start), block_indices, q.dtype)
         attend = partial(attend_rows, valid=valid, scale=settings.scale, value_width=settings.value_width)
         block_dq, drows = jax.vjp(attend, block_q, rows)[1](tuple(block_grads))
-        where = jnp.where(valid, block_indices, latent.shape[1])
-        dlatent = jax.vmap(lambda total, i, x: total.at[i].add(x, mode="drop"))(
-            dlatent, where, drows.astype(dlatent.dtype)
-        )
+        if dlatent is not None:
+            where = jnp.where(valid, block_indices, latent.shape[1])
+            dlatent = jax.vmap(lambda total, i, x: total.at[i].add(x, mode="drop"))(
+                dlatent, where, drows.astype(dlatent.dtype)
+            )
         return plan.put(dq, plan.take(dq, start) + block_dq, start), dlatent
 
-    totals = jnp.zeros_like(q), jnp.zeros(latent.shape, at_least_float32(latent))
+    totals = jnp.zeros_like(q), None if constant else jnp.zeros(latent.shape, at_least_float32(latent))
     dq, dlatent = jax.lax.fori_loop(0, plan.blocks, step, totals)
-    return dq, dlatent.astype(latent.dtype), None
+    return dq, None if dlatent is None else dlatent.astype(latent.dtype), None
 
 
 attend_selected = jax.custom_vjp(_attend_selected, nondiff_argnums=(0, 1))
 attend_selected.defvjp(_selected_forward, _selected_backward)
 
 
-def _gather(latent: jax.Array, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The named rows, zeros for -1: an unwritten row may hold NaN, and a zero probability wouldn't cancel it."""
+def gather_rows(
+    latent: Float[Array, "B N K"] | Fp8Latent, indices: Int[Array, "B M C"], dtype: DTypeLike
+) -> tuple[Float[Array, "B M C K"], Bool[Array, "B M C"]]:
+    """The named rows, zeros for -1: an unwritten row may hold NaN, and a zero probability wouldn't cancel it.
+
+    FP8 rows are dequantised to `dtype`, others come as they are.
+    """
     valid = indices >= 0
-    rows = jax.vmap(lambda rows, chosen: rows[chosen])(latent, jnp.where(valid, indices, 0))
+    stored = latent.packed if isinstance(latent, Fp8Latent) else latent
+    rows = jax.vmap(lambda rows, chosen: rows[chosen])(stored, jnp.where(valid, indices, 0))
+    if isinstance(latent, Fp8Latent):
+        rows = replace(latent, packed=rows).dequantize(dtype)
     return jnp.where(valid[..., None], rows, 0), valid

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.fp8_latent import Fp8Latent
 from pallas_kernels.lightning_indexer.reference import lightning_indexer
 from pallas_kernels.lightning_indexer.visibility import visible_keys
 from pallas_kernels.precision import at_least_float32, einsum
@@ -11,13 +12,15 @@ from pallas_kernels.precision import at_least_float32, einsum
 
 def sparse_mla(
     q: Float[Array, "B T H K"],
-    latent: Float[Array, "B S K"],
+    latent: Float[Array, "B S K"] | Fp8Latent,
     indices: Int[Array, "B T C"],
     *,
     latent_width: int,
     scale: float,
 ) -> tuple[Float[Array, "B T H L"], Float[Array, "B T H"]]:
     """Attention over given rows of the latent cache, absorbed form."""
+    if isinstance(latent, Fp8Latent):
+        latent = latent.dequantize(q.dtype)
     dtype = at_least_float32(q, latent)
     valid = (indices >= 0) & (indices < latent.shape[1])
     rows = jax.vmap(lambda cache, chosen: cache[chosen])(latent, jnp.where(valid, indices, 0))

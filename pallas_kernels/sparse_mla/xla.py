@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.fp8_latent import Fp8Latent
 from pallas_kernels.lightning_indexer.blocks import in_blocks, plan
 from pallas_kernels.lightning_indexer.select import select_block, selected_indices
 from pallas_kernels.lightning_indexer.visibility import Visibility
@@ -29,7 +30,7 @@ GATHER_BYTES = 10 * 2**20
 @partial(jax.jit, static_argnames=("latent_width", "scale", "budget_bytes"))
 def sparse_mla(
     q: Float[Array, "B T H K"],
-    latent: Float[Array, "B S K"],
+    latent: Float[Array, "B S K"] | Fp8Latent,
     indices: Int[Array, "B T C"],
     *,
     latent_width: int,
@@ -122,11 +123,11 @@ def dsa_mla(
 
 
 def _attend_indices(
-    settings: Settings, q: jax.Array, latent: jax.Array, indices: jax.Array, budget_bytes: int
+    settings: Settings, q: jax.Array, latent: jax.Array | Fp8Latent, indices: jax.Array, budget_bytes: int
 ) -> tuple[jax.Array, jax.Array]:
     """Absorbed attention over the named keys of the same batch row."""
     (batch, queries, heads, width), (num_keys, top_k) = q.shape, (latent.shape[1], indices.shape[2])
-    item = at_least_float32(q, latent).itemsize
+    item = (at_least_float32(q) if isinstance(latent, Fp8Latent) else at_least_float32(q, latent)).itemsize
     fits = budget_bytes // ((2 * top_k * width + heads * (3 * top_k + 2 * width)) * item)
     # A block takes queries of as many batch rows as fit, evenly spread: where the batch is sharded, each shard then works
     # on every block. The rows between them are laid end to end.
@@ -140,7 +141,14 @@ def _attend_indices(
         settings,
         plan(1, inner * queries, fits=fits // outer, wanted=wanted // outer),
         q.reshape(outer, inner * queries, heads, width),
-        latent.reshape(outer, inner * num_keys, width),
+        _end_to_end(latent, outer, inner * num_keys),
         rows.reshape(outer, inner * queries, top_k),
     )
     return o.reshape(batch, queries, heads, settings.value_width), lse.reshape(batch, queries, heads)
+
+
+def _end_to_end(latent: jax.Array | Fp8Latent, outer: int, rows: int) -> jax.Array | Fp8Latent:
+    """[outer, rows, width] of the same rows."""
+    if isinstance(latent, Fp8Latent):
+        return latent.reshape(outer, rows)
+    return latent.reshape(outer, rows, latent.shape[2])

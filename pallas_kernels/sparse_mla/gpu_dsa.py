@@ -1,0 +1,79 @@
+"""DeepSeek sparse attention on a GPU: the selection of all queries, then the kernel over the keys that they name."""
+
+from functools import partial
+from typing import Any, Literal
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.lightning_indexer import lightning_indexer
+from pallas_kernels.lightning_indexer.blocks import in_blocks, plan
+from pallas_kernels.sparse_mla import gpu
+from pallas_kernels.sparse_mla.absorbed import absorb, expand
+
+
+def obstacle(
+    index_q: Float[Array, "B T I K"],
+    index_k: Float[Array, "B S K"],
+    index_w: Float[Array, "B T I"],
+    q: Float[Array, "B T H Q"],
+    latent: Float[Array, "B S R"],
+    w_uk: Float[Array, "H N L"],
+    *,
+    top_k: int,
+    segmented: bool,
+    form: Literal["gather", "mask"] | None,
+) -> str | None:
+    """Why it can't run for this call, or None. The selection takes whatever the indexer picks for itself."""
+    del index_q, index_w, segmented
+    if index_k.shape[1] <= top_k:
+        return f"{index_k.shape[1]} keys are no more than top_k={top_k}: all are attended, and nothing is selected."
+    if form == "mask":
+        return "form='mask' attends all keys; its kernel attends those that were selected."
+    return gpu.obstacle(latent.shape[2], q.dtype, latent, w_uk.shape[2])
+
+
+@partial(jax.jit, static_argnames=("top_k", "scale", "budget_bytes", "return_indices"))
+def dsa_mla(
+    index_q: Float[Array, "B T I K"],
+    index_k: Float[Array, "B S K"],
+    index_w: Float[Array, "B T I"],
+    q: Float[Array, "B T H Q"],
+    latent: Float[Array, "B S R"],
+    w_uk: Float[Array, "H N L"],
+    w_uv: Float[Array, "H V L"],
+    *,
+    top_k: int,
+    q_positions: Int[Array, "B T"],
+    segment_ids: Int[Array, "B T"] | None = None,
+    key_segment_ids: Int[Array, "B S"] | None = None,
+    scale: float,
+    budget_bytes: int,
+    return_indices: bool = True,
+) -> tuple[Float[Array, "B T H V"], Int[Array, "B T C"] | None]:
+    """Output and selection. All selections exist at once, 4 * top_k bytes a query; absorbed queries a block at a time."""
+    index_q, index_k, index_w = jax.lax.stop_gradient((index_q, index_k, index_w))
+    indices = lightning_indexer(
+        index_q,
+        index_k,
+        index_w,
+        top_k=top_k,
+        q_positions=q_positions,
+        segment_ids=segment_ids,
+        key_segment_ids=key_segment_ids,
+        budget_bytes=budget_bytes,
+    )
+    indices = jax.lax.stop_gradient(indices)
+    (batch, queries, heads, _), width = q.shape, w_uk.shape[2]
+    # The absorbed query and its result, twice: keys are split for few queries only, which fit anyway.
+    row = batch * heads * (latent.shape[2] + 2 * width) * q.dtype.itemsize
+    blocks = plan(1, queries, fits=budget_bytes // (2 * row), wanted=queries)
+
+    def block(sliced: jax.Array, shared: tuple, constants: Any) -> tuple[jax.Array, None]:
+        keys, up_k, up_v = shared
+        ((chosen,), _) = constants
+        attended: Any = gpu.sparse_mla(absorb(sliced, up_k), keys, chosen, width, scale, budget_bytes // 2)
+        return expand(attended[0], up_v, sliced.dtype), None
+
+    out, _ = in_blocks(block, blocks, q, (latent, w_uk, w_uv), ((indices,), ()))
+    return out, indices if return_indices else None
