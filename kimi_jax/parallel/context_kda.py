@@ -27,7 +27,6 @@ from pallas_kernels.kda.xla import FORGET
 from pallas_kernels.manual_axes import align
 from pallas_kernels.precision import at_least_float32, einsum
 from pallas_kernels.short_conv import short_conv
-from pallas_kernels.target import platform
 
 
 def kda_sharded(
@@ -134,11 +133,12 @@ def kda_from_raw_sharded(
     scale: float | None = None,
     gate_lower_bound: float | None = None,
     implementation: Implementation | None = None,
+    as_heads: bool | None = None,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
     """`kda_from_raw` of rows of which every device of `axis` holds T consecutive tokens, inside `jax.shard_map`.
 
-    On GPUs, whose kernel has heads of one width and computes gate and norms itself, the identity's columns are heads of
-    their own; o_0 and r are then rounded to the dtype of `v`. Elsewhere this is `kda_sharded` of what `kda` takes.
+    A kernel whose heads have one width, and which computes gate and norms itself, takes the identity's columns as heads of
+    their own; o_0 and r are then rounded to the dtype of `v`. Otherwise this is `kda_sharded` of what `kda` takes.
 
     Args:
         q: as in `pallas_kernels.kda.kda_from_raw`, this device's tokens.
@@ -155,6 +155,8 @@ def kda_from_raw_sharded(
         scale: of q.
         gate_lower_bound: of the gate.
         implementation: of `kda_from_raw` or `kda`.
+        as_heads: whether the identity's columns are heads, which K = V and no segment_ids allow. None: where "gpu" is
+            named; on two GPUs a whole model that ran so differed from one GPU by more than rounding.
 
     Returns:
         As `kda_sharded`.
@@ -165,7 +167,8 @@ def kda_from_raw_sharded(
         UnsupportedImplementationError: the implementation named can't run.
     """
     options: dict[str, Any] = {"scale": scale, "implementation": implementation, "gate_lower_bound": gate_lower_bound}
-    as_heads = platform() == "gpu" and q.shape[-1] == v.shape[-1] and segment_ids is None
+    allowed = q.shape[-1] == v.shape[-1] and segment_ids is None
+    as_heads = allowed and (implementation == "gpu" if as_heads is None else as_heads)
     if jax.lax.axis_size(axis) == 1 or not as_heads:
         return kda_sharded(
             l2_normalize(q),

@@ -31,10 +31,12 @@ def sums(rows: Any, keys: Any, scratch: Any, parity: Any, layout: Any) -> tuple[
 def _sums(context: Any, rows: Any, keys: Any, scratch: Any) -> tuple[Any, Any]:
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith as arithmetic
-    from jaxlib.mlir.dialects import llvm, scf, vector
+    from jaxlib.mlir.dialects import llvm, vector
+    from jaxlib.mlir.dialects import scf as structured
 
     # The generated signatures of dialects leave out how they may be called.
     arith: Any = arithmetic
+    scf: Any = structured
     math: Any = mgpu.utils
     del context
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()

@@ -87,10 +87,12 @@ def unpack(packed_ref: Any, scale_ref: Any) -> Any:
 def _read(context: Any, packed: Any, scale: Any) -> Any:
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith as arithmetic
-    from jaxlib.mlir.dialects import llvm, scf, vector
+    from jaxlib.mlir.dialects import llvm, vector
+    from jaxlib.mlir.dialects import scf as structured
 
     # The generated signatures of dialects leave out how they may be called.
     arith: Any = arithmetic
+    scf: Any = structured
     del context
     i8, i32 = ir.IntegerType.get_signless(8), ir.IntegerType.get_signless(32)
     words = ir.VectorType.get((4,), i32)

@@ -35,6 +35,19 @@ class Plan(NamedTuple):
     parts: jax.Array
 
 
+def _plan_rows(batch: int, length: int, lengths: jax.Array | None) -> Plan:
+    chunks = -(-length // CHUNK)
+    row, nth = np.divmod(np.arange(batch * chunks, dtype=np.int32), chunks)
+    first = nth * CHUNK
+    begins = np.arange(batch, dtype=np.int32) * chunks
+    parts = jnp.asarray(np.stack([begins, np.full_like(begins, chunks)]))
+    fixed = (row, first, np.zeros_like(row)), np.full_like(row, CHUNK)
+    if lengths is None:  # what is known beforehand costs nothing on the device
+        return Plan(jnp.asarray(np.stack([*fixed[0], (length - first).clip(0, CHUNK), fixed[1]])), parts)
+    ends = jnp.clip(lengths, 0, length).astype(jnp.int32)
+    return Plan(jnp.stack([*fixed[0], (ends[row] - first).clip(0, CHUNK), fixed[1]]), parts)
+
+
 def plan(
     batch: int,
     length: int,
@@ -44,17 +57,7 @@ def plan(
 ) -> Plan:
     """Cuts rows or packed sequences into chunks."""
     if segment_ids is None or num_segments is None:
-        chunks = -(-length // CHUNK)
-        row, nth = np.divmod(np.arange(batch * chunks, dtype=np.int32), chunks)
-        ends = np.full(batch, length, np.int32) if lengths is None else jnp.clip(lengths, 0, length).astype(jnp.int32)
-        first = nth * CHUNK
-        count = (ends[row] - first).clip(0, CHUNK)
-        begins = np.arange(batch, dtype=np.int32) * chunks
-        parts = np.stack([begins, np.full_like(begins, chunks)])
-        tokens = (row, first, np.zeros_like(row), count, np.full_like(row, CHUNK))
-        # What is known beforehand costs nothing on the device.
-        tokens = np.stack(tokens) if lengths is None else jnp.stack(tokens)
-        return Plan(jnp.asarray(tokens), jnp.asarray(parts))
+        return _plan_rows(batch, length, lengths)
     ids = jnp.where(segment_ids < 0, num_segments, segment_ids)
     ends = jax.vmap(lambda row: jnp.searchsorted(row, jnp.arange(num_segments), side="right"))(ids)
     ends = jnp.pad(ends.astype(jnp.int32), [(0, 0), (0, 1)], constant_values=length)  # the padding is one more piece

@@ -65,8 +65,8 @@ def advance(
     halves = WIDTH // CHUNK // groups
 
     def kda_pass(tokens: Any, parts: Any, *refs: Any, **scratch: Any) -> None:
-        *operands, v, initial, o, final = refs
-        operands = Chunks(*operands)
+        *stored, v, initial, o, final = refs
+        operands = Chunks(*stored)
         group = lax.axis_index("warpgroup")
         head, half, part = (lax.axis_index(name) for name in ("head", "half", "part"))
         begin, count = parts[0, part], parts[1, part]
@@ -122,13 +122,9 @@ def advance(
                 source, target = scratch["turned"].at[group], o.at[row, rows, head, columns]
                 whole = (begins == 0) & (own == CHUNK)
 
-                @pl.when(whole)  # or past the end of the row, where the copy engine doesn't write
-                def _() -> None:
-                    plgpu.copy_smem_to_gmem(source, target)
-
-                @pl.when(~whole)
-                def _() -> None:
-                    store_rows(target, source, begins, own, interpret)
+                # A whole chunk may pass the end of the row, where the copy engine doesn't write.
+                pl.when(whole)(lambda: plgpu.copy_smem_to_gmem(source, target))
+                pl.when(~whole)(lambda: store_rows(target, source, begins, own, interpret))
 
             def step(i: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
                 state, before = carry
@@ -192,7 +188,7 @@ def advance(
             store_state(final.at[part, head, :, columns], state, interpret)
             plgpu.wait_smem_to_gmem(0)
 
-    scratch = {
+    scratch: dict[str, Any] = {
         "k": plgpu.SMEM((stages, CHUNK, WIDTH), jnp.bfloat16, transforms=SWIZZLED),
         "q": plgpu.SMEM((stages, CHUNK, WIDTH), jnp.bfloat16, transforms=SWIZZLED),
         "p": plgpu.SMEM((stages, CHUNK, WIDTH), jnp.bfloat16, transforms=SWIZZLED),

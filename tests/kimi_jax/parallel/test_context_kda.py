@@ -9,7 +9,6 @@ import pytest
 
 from kimi_jax.parallel.context_kda import kda_from_raw_sharded, kda_sharded
 from pallas_kernels.kda import kda
-from pallas_kernels.target import traced_for
 from tests import oracle_kda as oracle
 from tests.kimi_jax.parallel.context_mesh import (
     AXIS,
@@ -144,7 +143,7 @@ def test_gradient_of_kda(packed: bool) -> None:
 
 
 def test_columns_of_the_identity_as_heads() -> None:
-    """What GPUs run, whose kernels have heads of one width; `xla` stands in for the kernel here."""
+    """For kernels whose heads have one width; `xla` stands in for one here."""
     inputs, _ = split(kda_inputs(ROWS, 3))
     rng = np.random.default_rng(1)
     raw = {name: inputs[name] for name in "qk"} | {"raw": rng.standard_normal(inputs["q"].shape).astype(np.float32)}
@@ -155,11 +154,10 @@ def test_columns_of_the_identity_as_heads() -> None:
 
     def on_device(raw: dict[str, Any], state: Any, lengths: Any, ids: Any) -> Any:
         options = {"initial_state": state, "lengths": lengths, "gate_lower_bound": -5.0, "implementation": "xla"}
-        return kda_from_raw_sharded(**raw, **weights, axis=AXIS, **options)
+        return kda_from_raw_sharded(**raw, **weights, axis=AXIS, as_heads=True, **options)
 
-    with traced_for("gpu"):
-        run = over_context(on_device, 4, (TOKENS, WHOLE, WHOLE, TOKENS), (TOKENS, WHOLE))
-        o, last = run(raw, state, LENGTHS, None)
+    run = over_context(on_device, 4, (TOKENS, WHOLE, WHOLE, TOKENS), (TOKENS, WHOLE))
+    o, last = run(raw, state, LENGTHS, None)
     exact = {
         "q": raw["q"],
         "k": raw["k"],
