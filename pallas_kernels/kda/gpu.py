@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels.kda import xla
 from pallas_kernels.kda.gate import gate, l2_normalize
 from pallas_kernels.manual_axes import align, axes_left_to_xla
+from pallas_kernels.target import platform
 
 WIDTH = 128
 CHUNK = 64
@@ -58,8 +59,8 @@ def obstacle(
     `floats` are the other arrays of numbers, by name. Calls with a computed decay, "g", are taken only if `named`: that form
     has been interpreted, but hasn't run on a card yet.
     """
-    if jax.default_backend() != "gpu":
-        return f"its kernels run on NVIDIA Hopper GPUs, and JAX's backend here is {jax.default_backend()}."
+    if platform() != "gpu":
+        return f"its kernels run on NVIDIA Hopper GPUs, and the platform is {platform()!r}."
     capability = getattr(jax.devices()[0], "compute_capability", "unknown")
     if capability != "9.0":
         return f"its kernels are compiled for compute capability 9.0 (Hopper), and this device has {capability}."

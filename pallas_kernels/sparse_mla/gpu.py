@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.fp8_latent import Fp8Latent
 from pallas_kernels.manual_axes import axes_left_to_xla
 from pallas_kernels.sparse_mla import xla
+from pallas_kernels.target import platform
 
 Latent = Float[Array, "B S LR"] | Fp8Latent
 
@@ -48,8 +49,8 @@ class Tuning:
 
 def obstacle(width: int, dtype: DTypeLike, latent: Latent, latent_width: int) -> str | None:
     """Why the kernel can't run for queries of this width and dtype, or None."""
-    if jax.default_backend() != "gpu":
-        return f"it runs on NVIDIA Hopper GPUs, and JAX's backend here is {jax.default_backend()}."
+    if platform() != "gpu":
+        return f"it runs on NVIDIA Hopper GPUs, and the platform is {platform()!r}."
     capability = getattr(jax.devices()[0], "compute_capability", "unknown")
     if capability != "9.0":
         return f"it is compiled for compute capability 9.0 (Hopper), and this device has {capability}."

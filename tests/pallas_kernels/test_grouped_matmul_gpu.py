@@ -211,7 +211,7 @@ def test_what_it_cannot_do_is_said() -> None:
     assert "rows are 32 wide" in str(gpu.unfit(rows[:, :32], weights[..., :32], BF16))
     packed = Mxfp4(jnp.zeros((2, 128, 64), jnp.uint8), jnp.zeros((2, 128, 4), jnp.uint8))
     assert "MXFP4 rows are 128 wide; it takes multiples of 512" in str(gpu.unfit(rows[:, :128], packed, BF16))
-    with pytest.raises(UnsupportedImplementationError, match="NVIDIA Hopper GPUs, and JAX's backend here is cpu"):
+    with pytest.raises(UnsupportedImplementationError, match="NVIDIA Hopper GPUs, and the platform is 'cpu'"):
         grouped_matmul(rows, weights, jnp.array([3, 5]), implementation="gpu")
 
 

@@ -678,7 +678,7 @@ BAD_CALLS = {
     "chunk_size is 40": (ValueError, {"chunk_size": 40}),
     "chunk_scan is": (ValueError, {"chunk_scan": "parallel"}),
     "no TPU kernel": (UnsupportedImplementationError, {"implementation": "tpu"}),
-    "no GPU kernel": (UnsupportedImplementationError, {"implementation": "gpu"}),
+    "kernels run on NVIDIA Hopper GPUs": (UnsupportedImplementationError, {"implementation": "gpu"}),
 }
 
 

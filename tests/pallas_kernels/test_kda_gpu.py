@@ -279,5 +279,5 @@ def test_what_it_cannot_do_is_said() -> None:
     assert "state_positions" in str(gpu.unfit(q, k, v, floats, **options, state_positions=jnp.zeros((1, 1), jnp.int32)))
     with pytest.raises(ValueError, match="gate_lower_bound is 5"):
         kda_from_raw(q, k, v, raw, beta, a_log, bias, gate_lower_bound=5.0)
-    with pytest.raises(UnsupportedImplementationError, match="backend here is cpu"):
+    with pytest.raises(UnsupportedImplementationError, match="the platform is 'cpu'"):
         kda_from_raw(q, k, v, raw, beta, a_log, bias, gate_lower_bound=BOUND, implementation="gpu")

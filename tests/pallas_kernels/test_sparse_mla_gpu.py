@@ -269,7 +269,7 @@ def test_what_it_cannot_do_is_said() -> None:
     assert "values 256" in str(gpu.unfit(WIDTH, BF16, latent, 256))
     assert "keys have 512 channels" in str(gpu.unfit(512, BF16, latent[..., :512], VALUE))
     indices = jnp.zeros((1, 1, 4), jnp.int32)
-    with pytest.raises(UnsupportedImplementationError, match="NVIDIA Hopper GPUs, and JAX's backend here is cpu"):
+    with pytest.raises(UnsupportedImplementationError, match="NVIDIA Hopper GPUs, and the platform is 'cpu'"):
         sparse_mla(q, latent, indices, latent_width=VALUE, scale=SCALE, implementation="gpu")
     with pytest.raises(ValueError, match=r"with 512 latent channels; it must be .* with latent_width=128"):
         sparse_mla(q, Fp8Latent.zeros((1, 8), VALUE, 64), indices, latent_width=128, scale=SCALE)
