@@ -19,6 +19,7 @@ from kimi_jax.sharding import RULES, Rule, shard_shape
 from pallas_kernels.dispatch import Choice, noted_choices
 from pallas_kernels.mxfp4 import Mxfp4
 from pallas_kernels.precision import at_least_float32
+from pallas_kernels.target import platform
 
 _log = logging.getLogger(__name__)
 # Files by which a driver shows an accelerator, whether or not JAX can use it.
@@ -42,7 +43,7 @@ def describe(
     size = device_bytes(decoder, dtype, mesh or {}, rules) / 2**20
     return (
         f"{decoder.config.model_type}, {decoder.config.num_hidden_layers} layers, {jnp.dtype(dtype).name}, on {where}, "
-        f"{size:,.1f} MiB of parameters on each; {in_words(choices(decoder, dtype))}"
+        f"{size:,.1f} MiB of parameters on each; {in_words(choices(decoder, dtype), platform())}"
     )
 
 
@@ -84,11 +85,13 @@ def choices(decoder: Decoder, dtype: DTypeLike) -> dict[str, Choice]:
     return found
 
 
-def in_words(found: Mapping[str, Choice]) -> str:
-    """Operations by implementation and reason."""
+def in_words(found: Mapping[str, Choice], on: str) -> str:
+    """Operations by implementation and reason; that a CPU runs no kernels is said once."""
     groups: dict[tuple[str, str], list[str]] = {}
     for operation, choice in sorted(found.items()):
         reason = choice.reason.replace(f"{operation} has", "there is").replace(".;", ";").rstrip(".")
+        if on == "cpu" and choice.name == "xla" and choice.reason.startswith(("tpu: ", "gpu: ")):
+            reason = "kernels run on TPUs and Hopper GPUs"
         groups.setdefault((choice.name, reason), []).append(operation)
     return "; ".join(f"{name} for {', '.join(names)} ({reason})" for (name, reason), names in groups.items())
 

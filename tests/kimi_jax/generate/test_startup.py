@@ -48,7 +48,7 @@ def test_bytes_on_a_mesh() -> None:
 def test_every_operation_says_what_it_chose_and_why(name: str, operations: set[str]) -> None:
     found = startup.choices(released(name), "bfloat16")
     assert set(found) >= operations
-    line = startup.in_words(found)
+    line = startup.in_words(found, "gpu")
     for operation, choice in found.items():
         assert choice.name != "reference"
         assert operation in line
@@ -81,8 +81,11 @@ def test_operations_are_grouped_by_choice_and_reason() -> None:
     none = Choice("xla", "tpu: a has no TPU kernel yet.; gpu: a has no GPU kernel yet.")
     also = Choice("xla", "tpu: b has no TPU kernel yet.; gpu: b has no GPU kernel yet.")
     found = {"b": also, "a": none, "c": Choice("gpu", "first choice")}
-    assert startup.in_words(found) == (
+    assert startup.in_words(found, "gpu") == (
         "xla for a, b (tpu: there is no TPU kernel yet; gpu: there is no GPU kernel yet); gpu for c (first choice)"
+    )
+    assert startup.in_words(found, "cpu") == (
+        "xla for a, b (kernels run on TPUs and Hopper GPUs); gpu for c (first choice)"
     )
 
 
@@ -92,6 +95,7 @@ def test_one_line_before_loading(capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("kimi_jax: kimi_k3, 13 layers, bfloat16, on 1 cpu device (cpu), ")
     assert "MiB of parameters on each; xla for attn_res, " in said[0]
+    assert said[0].endswith("short_conv (kernels run on TPUs and Hopper GPUs)")
     assert said[1].startswith("kimi_jax: loaded in ")
     assert f"{directory / 'tiktoken.model'} is missing" in said[1]
     Kimi.from_pretrained(directory, compilation_cache=False, progress=False)
