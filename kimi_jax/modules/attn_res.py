@@ -25,10 +25,10 @@ class AttentionResidual(nnx.Module):
         partial: Float[Array, "B T D"],
         bank: Float[Array, "N B T D"],
         num_rows: Int[Array, ""] | int,
-        norm: RMSNorm,
+        norm: RMSNorm | None = None,
         implementation: Implementation | None = None,
     ) -> Float[Array, "B T D"]:
-        """The mixture of bank rows 0..num_rows-1 and the partial sum, as `norm` leaves it for the sublayer."""
+        """The mixture of bank rows 0..num_rows-1 and the partial sum; with `norm`, as that leaves it for the sublayer."""
         return attn_res(
             partial,
             bank,
@@ -36,8 +36,8 @@ class AttentionResidual(nnx.Module):
             self.query[...],
             self.norm[...],
             eps=self.eps,
-            out_norm_weight=norm.weight[...],
-            out_eps=norm.eps,
+            out_norm_weight=None if norm is None else norm.weight[...],
+            out_eps=self.eps if norm is None else norm.eps,
             implementation=implementation,
         )
 

@@ -25,7 +25,7 @@ class Witness(Inside):
         self, place: Any, residual: AttentionResidual, partial: jax.Array, bank: jax.Array, num_rows: Any
     ) -> Observed:
         rows = jnp.concatenate([bank, partial[None]])
-        mixed = residual(partial, bank, num_rows, "reference")
+        mixed = residual(partial, bank, num_rows, implementation="reference")
         own = {f"{place}_rows": rows, f"{place}_mixed": mixed, f"{place}_count": jnp.asarray(num_rows)}
         return super().residual(place, residual, partial, bank, num_rows) | own
 
