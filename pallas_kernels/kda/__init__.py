@@ -21,6 +21,7 @@ from pallas_kernels.kda.decode import (
 from pallas_kernels.kda.gate import gate, l2_normalize
 from pallas_kernels.kda.xla import RUN, ChunkScan, best_chunk_scan
 from pallas_kernels.precision import at_least_float32
+from pallas_kernels.target import platform
 
 __all__ = [
     "ChunkScan",
@@ -298,7 +299,8 @@ def kda_from_raw(
             num_segments=num_segments,
         )
 
-    if implementation in (None, "gpu"):
+    # Elsewhere `kda` chooses, and says so.
+    if implementation == "gpu" or (implementation is None and platform() == "gpu"):
         choice = choose("kda_from_raw", implementation, {"gpu": obstacle, "xla": always})
         if choice.name == "gpu":
             _check(q, k, v, decays, betas, initial_state, lengths, segment_ids, num_segments, None)
