@@ -405,6 +405,7 @@ def test_kda_takes_the_kernel_for_one_token(monkeypatch: pytest.MonkeyPatch, raw
         call = kda_from_raw
         vectors += [jnp.array([0.5, -1.0]), jnp.ones((HEADS, WIDTH))]
     expected = call(*vectors, **arguments, implementation="xla")
+    monkeypatch.setattr("pallas_kernels.kda.platform", lambda: "gpu")
     monkeypatch.setattr(gpu_slots, "obstacle_of_one", lambda *_, **__: None)
     monkeypatch.setattr(gpu_decode, "decode", partial(gpu_decode.decode, interpret=interpret_gpu()))
     with noted_choices() as choices:
