@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from kimi_jax import startup
 from kimi_jax.buckets import bucket
+from kimi_jax.cache_format import CacheFormat, IndexCache, KvCache
 from kimi_jax.checkpoint.hub import resolve
 from kimi_jax.checkpoint.load import load_params
 from kimi_jax.checkpoint.opened import is_random, open_checkpoint
@@ -28,7 +29,7 @@ from kimi_jax.generate.language import Language
 from kimi_jax.generate.prompts import Request, padded, requests, split, token_rows
 from kimi_jax.generate.results import Generation, StreamPiece
 from kimi_jax.generate.sampling import SamplingParams
-from kimi_jax.model import Decoder
+from kimi_jax.model import Decoder, Indexing
 from kimi_jax.parallel.decoder import MeshDecoder
 from kimi_jax.parallel.hosts import is_first
 from kimi_jax.params import Params
@@ -38,6 +39,7 @@ from kimi_jax.sharding import RULES, Rule, make_mesh
 from kimi_jax.text import Tokenizer
 from kimi_jax.text.shown import shown
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.lightning_indexer import TwoStage
 
 _JAX_CONFIG: Any = jax.config  # its attributes are made at run time
 
@@ -68,6 +70,8 @@ class Kimi:
         language: Language | None = None,
         programs: Programs | None = None,
         is_random: bool = False,
+        kv_cache: KvCache | None = None,
+        index_cache: IndexCache | None = None,
     ):
         """A model from its parts; `language` is made of `tokenizer` when it isn't given."""
         self.decoder = decoder
@@ -78,7 +82,11 @@ class Kimi:
         self.programs = Programs() if programs is None else programs
         self._language = Language.of(tokenizer, self.config) if language is None else language
         self._logits = self.programs.add(decoder.logits, "logits")
-        self._runner = Runner(decoder, self.dtype, self.programs)
+        self._format = CacheFormat(kv_cache, index_cache)
+        self._runner = Runner(decoder, self.dtype, self.programs, self._format)
+        self._runners: dict[tuple[CacheFormat, TwoStage | None], Runner] = {
+            (self._format, decoder.two_stage): self._runner
+        }
 
     @classmethod
     def from_pretrained(
@@ -90,6 +98,9 @@ class Kimi:
         rules: Mapping[str, Rule] | None = None,
         verify: bool = False,
         implementation: Implementation | None = None,
+        kv_cache: KvCache | None = None,
+        index_cache: IndexCache | None = None,
+        indexer: Indexing = "exact",
         compilation_cache: bool | str | os.PathLike[str] = True,
         progress: bool = True,
     ) -> "Kimi":
@@ -107,6 +118,10 @@ class Kimi:
                 after them. None: `sharding.RULES`, and every operation runs on local arrays (see `MeshDecoder`).
             verify: first compare the tensors with their recorded checksums, for checkpoints that this library wrote.
             implementation: of every operation; None lets each pick the best that runs here.
+            kv_cache: what latents are kept in between calls: "bfloat16" or "fp8"; None: the dtype of activations.
+            index_cache: the same of index keys: "bfloat16" or "mxfp8"; None: the dtype of activations.
+            indexer: "exact", or "two_stage", which scores the keys of promising blocks only and misses some that belong;
+                a `pallas_kernels.lightning_indexer.TwoStage` says which.
             compilation_cache: keep compiled programs in `kimi_jax/xla` in the user's cache folder (True), in a folder
                 of your own (its path), or not (False). A cache that JAX is configured with is used in place of it.
             progress: say on standard error what is loaded, for which devices, how, and later what is compiled.
@@ -118,7 +133,7 @@ class Kimi:
             CheckpointError: the tensors don't fit the config (all are listed), are damaged, or hold NaN; or the checkpoint
                 isn't whole.
             ShardingError: a size of the model isn't a multiple of the mesh axis that splits it.
-            ValueError: an illegal `dtype`.
+            ValueError: an illegal `dtype`, or a cache or an indexer that the model can't have.
         """
         directory = _directory(directory, progress)
         config = KimiConfig.from_directory(directory)
@@ -128,18 +143,31 @@ class Kimi:
             mesh = _chosen_mesh(config, mesh, progress)
         elif isinstance(mesh, Mapping):
             mesh = make_mesh(mesh)
-        alone = Decoder(config, implementation)
-        decoder = alone if mesh is None or rules is not None else MeshDecoder(config, mesh, implementation)
+        format = CacheFormat(kv_cache, index_cache)
+        format.check(config)
+        alone = Decoder(config, implementation, indexer=indexer)
+        decoder: Decoder = alone
+        if mesh is not None and rules is None:
+            decoder = MeshDecoder(config, mesh, implementation, indexer=indexer)
         programs = Programs(CompileCache(compilation_cache), progress=progress)
         startup.warn_of_fallback()
         if progress:
-            line = startup.describe(alone, dtype, None if mesh is None else dict(mesh.shape), rules or RULES)
+            line = startup.describe(alone, dtype, None if mesh is None else dict(mesh.shape), rules or RULES, format)
             print(f"kimi_jax: {line}", file=sys.stderr, flush=True)
         began = time.monotonic()
         checkpoint = open_checkpoint(directory)
         params = load_params(checkpoint, decoder, dtype, mesh=mesh, rules=rules, verify=verify)
         language = Language.of_directory(directory, config)
-        model = cls(decoder, params, dtype, language=language, programs=programs, is_random=is_random(checkpoint))
+        model = cls(
+            decoder,
+            params,
+            dtype,
+            language=language,
+            programs=programs,
+            is_random=is_random(checkpoint),
+            kv_cache=kv_cache,
+            index_cache=index_cache,
+        )
         if progress:
             remarks = "; the weights are random numbers" if model.is_random else ""
             remarks += f"; {language.no_chat}" if language.no_chat else ""
@@ -195,7 +223,8 @@ class Kimi:
                 in text are text: encode with `tokenizer.encode(..., allow_special=True)` where they are meant.
             max_new_tokens: bound on the new tokens of each; None: that of `sampling`.
             sampling: how tokens are chosen, for all prompts or one for each.
-            **changes: single sampling parameters by name (`temperature=0.7, seed=1`), for all prompts.
+            **changes: single sampling parameters by name (`temperature=0.7, seed=1`), for all prompts; and `kv_cache`,
+                `index_cache` and `indexer` in place of the model's (see `from_pretrained`).
 
         Returns:
             One `Generation` for one prompt, a list of them for a list.
@@ -257,7 +286,7 @@ class Kimi:
             max_new_tokens: bound on the new tokens; None: that of `sampling`.
             sampling: as in `generate`.
             **options: options of a chat by name, which are tools, thinking, effort, tool_choice, response_format and
-                vendor_compatible (see `ChatOptions`); and single sampling parameters, as in `generate`.
+                vendor_compatible (see `ChatOptions`); and those of `generate`.
 
         Returns:
             A `ChatReply`, or a list of them for a list of conversations.
@@ -297,14 +326,16 @@ class Kimi:
     def _batch(
         self, prompts: Any, max_new_tokens: Any, sampling: Any, changes: dict[str, Any], *, streaming: bool
     ) -> tuple[Batch, bool]:
+        runner, changes = self._runner_of(changes)
         given, single = split(prompts)
         rows = token_rows(given, self.config, self._language)
         asked = requests(rows, sampling, _bounded(changes, max_new_tokens), self.config, self._language, NEW_TOKENS)
-        return self._run(asked, streaming=streaming), single
+        return self._run(asked, streaming=streaming, runner=runner), single
 
     def _chat(
         self, messages: Any, max_new_tokens: Any, sampling: Any, keywords: dict[str, Any], *, streaming: bool
     ) -> ChatStream:
+        runner, keywords = self._runner_of(keywords)
         options, changes = ChatOptions.of(keywords)
         given, single = conversations(messages)
         prompts = [options.prompt(self._language, conversation) for conversation in given]
@@ -317,11 +348,27 @@ class Kimi:
             CHAT_NEW_TOKENS,
             options.structure(self._language),
         )
-        batch = self._run(asked, streaming=streaming)
+        batch = self._run(asked, streaming=streaming, runner=runner)
         return ChatStream(batch, [options.parser(self._language) for _ in given], single=single)
 
-    def _run(self, asked: Sequence[Request], *, streaming: bool) -> Batch:
-        return Batch(self._runner, self.params, self._language, asked, streaming=streaming)
+    def _run(self, asked: Sequence[Request], *, streaming: bool, runner: Runner | None = None) -> Batch:
+        return Batch(runner or self._runner, self.params, self._language, asked, streaming=streaming)
+
+    def _runner_of(self, keywords: dict[str, Any]) -> tuple[Runner, dict[str, Any]]:
+        """The programs for the caches and the indexer that a caller's keywords ask for, and the other keywords."""
+        rest = dict(keywords)
+        if not {"kv_cache", "index_cache", "indexer"} & set(rest):
+            return self._runner, rest
+        format = CacheFormat(
+            rest.pop("kv_cache", self._format.kv_cache), rest.pop("index_cache", self._format.index_cache)
+        )
+        decoder = self.decoder
+        if "indexer" in rest:
+            decoder = decoder.with_indexer(rest.pop("indexer"))
+        key = (format, decoder.two_stage)
+        if key not in self._runners:
+            self._runners[key] = Runner(decoder, self.dtype, self.programs, format)
+        return self._runners[key], rest
 
     def _pieces(self, batch: Batch) -> Iterator[StreamPiece]:
         for update in batch.updates():

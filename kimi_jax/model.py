@@ -1,7 +1,8 @@
 """The decoder: embedding, layers, head; prefill, decode and logits as pure functions of parameters."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from copy import copy
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kimi_jax.cache import Cache
+from kimi_jax.cache_format import IndexCache, KvCache
 from kimi_jax.config import KimiConfig, LayerKind
 from kimi_jax.layer_scan import LayerIndex, by_layer, plan, walk
 from kimi_jax.modules.attn_res import AttentionResidual, open_block
@@ -26,10 +28,29 @@ from kimi_jax.params import Params, ParamSpec, bind, param, specs_of
 from kimi_jax.rows import Rows, check_room, fresh_rows, further_rows
 from kimi_jax.shards import ALONE, Shards
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.lightning_indexer import TwoStage
 from pallas_kernels.precision import at_least_float32
 
 Tree = Any
+Indexing = Literal["exact", "two_stage"] | TwoStage
 Loss = Callable[["Decoder", Params, Any], tuple[Array, Any]]
+
+
+def two_stage_of(indexer: Indexing, config: KimiConfig) -> TwoStage | None:
+    """How keys are left out; None where none is.
+
+    Raises:
+        ValueError: another value, or two stages of an indexer that the model doesn't have.
+    """
+    if not isinstance(indexer, TwoStage) and indexer not in ("exact", "two_stage"):
+        raise ValueError(f"indexer={indexer!r}; it must be 'exact', 'two_stage' or a TwoStage.")
+    if indexer == "exact":
+        return None
+    if config.dsa is None:
+        raise ValueError(
+            f"indexer={indexer!r}: {config.model_type!r} has no indexer (no dsa_config); it must be 'exact'."
+        )
+    return indexer if isinstance(indexer, TwoStage) else TwoStage()
 
 
 class Block(nnx.Module):
@@ -72,6 +93,7 @@ class Decoder:
         implementation: Implementation | None = None,
         *,
         dense_attention: bool = False,
+        indexer: Indexing = "exact",
         shards: Shards = ALONE,
     ):
         """Describes the model of `config`.
@@ -81,12 +103,18 @@ class Decoder:
             implementation: passed to every operation; None lets each pick.
             dense_attention: full-attention layers attend all visible keys even where the config has an indexer, which
                 is then left unused: what it learns from before it selects.
+            indexer: "exact" scores every key; "two_stage" only those of promising blocks, and misses some that belong (see
+                `pallas_kernels.lightning_indexer.TwoStage`, which can be given in place of its name).
             shards: the devices that share the work; then the methods take and return what one of them holds (see
                 `kimi_jax.parallel.MeshDecoder`, which cuts whole arrays for them).
+
+        Raises:
+            ValueError: another `indexer`, or one for a model that has none.
         """
         self.config = config
         self.implementation = implementation
         self.dense_attention = dense_attention
+        self.two_stage = two_stage_of(indexer, config)
         self.shards = shards
         self.kinds = config.layer_kinds()
         self.plan = plan(self.kinds)
@@ -123,9 +151,27 @@ class Decoder:
 
     # Whole calls
 
-    def allocate(self, batch: int, capacity: int, dtype: DTypeLike = jnp.bfloat16) -> Cache:
+    def with_indexer(self, indexer: Indexing) -> "Decoder":
+        """The same decoder with another way to select.
+
+        Raises:
+            ValueError: as the constructor.
+        """
+        other = copy(self)
+        other.two_stage = two_stage_of(indexer, self.config)
+        return other
+
+    def allocate(
+        self,
+        batch: int,
+        capacity: int,
+        dtype: DTypeLike = jnp.bfloat16,
+        *,
+        kv_cache: KvCache | None = None,
+        index_cache: IndexCache | None = None,
+    ) -> Cache:
         """An empty cache (see `Cache.allocate`)."""
-        return Cache.allocate(self.config, batch, capacity, dtype)
+        return Cache.allocate(self.config, batch, capacity, dtype, kv_cache=kv_cache, index_cache=index_cache)
 
     def everywhere(self, tree: Tree) -> Tree:
         """Inside `jax.jit`: small arrays as they are to lie on every device; on one device, as they are."""
@@ -353,6 +399,12 @@ class Decoder:
     def _kda(
         self, mixer: Any, index: Any, x: Array, rows: Rows, cache: Cache | None, observer: Observer
     ) -> tuple[Array, Cache | None, Observed]:
+        if cache is not None and x.shape[1] == 1 and rows.segment_ids is None:
+            slots = index * cache.batch + jnp.arange(cache.batch, dtype=jnp.int32)
+            slots = slots if rows.lengths is None else jnp.where(rows.lengths > 0, slots, -1)
+            found = mixer.decode(x, cache.kda_pools(), slots, self.implementation)
+            if found is not None:
+                return found[0], cache.with_kda_pools(found[1]), observer.kda(mixer, x)
         state = None if cache is None else cache.read_kda(index)
         out, state = mixer(x, state, rows.lengths, rows.segment_ids, self.implementation, self.shards)
         return out, None if cache is None else cache.write_kda(index, state), observer.kda(mixer, x)
@@ -362,9 +414,10 @@ class Decoder:
     ) -> tuple[Array, Cache | None, Observed]:
         queries, keys = mixer.project(x)
         if cache is not None:
-            new, positions = self.shards.new_keys(keys, rows.positions)
+            new, positions = self.shards.new_keys(cache.encode(keys), rows.positions)
             cache = cache.write_keys(index, new, self.shards.places(positions, cache.capacity))
             keys = cache.read_keys(index)
+            queries = queries.like(keys)
         out, selected = mixer.attend(
             x,
             queries,
@@ -374,6 +427,7 @@ class Decoder:
             dense=self.dense_attention,
             cached=cache is not None,
             return_indices=observer.wants_selection and self.config.dsa is not None and not self.dense_attention,
+            two_stage=self.two_stage,
             implementation=self.implementation,
             shards=self.shards,
         )
@@ -389,7 +443,7 @@ class Decoder:
             offset = index.ffn * _experts_here(params)
             return self._layer(kind, index, weights, offset, stream, rows, observer)
 
-        x = self._embed(params, token_ids, cache.latent.dtype)
+        x = self._embed(params, token_ids, cache.dtype)
         stream, outputs = walk(self.plan, step, Stream(x, self._empty_bank(x), cache))
         return stream, stream.cache, outputs
 

@@ -13,7 +13,9 @@ from jaxtyping import Array, Bool, Float, Int
 from kimi_jax.modules.experts import ExpertStack, Routing, run_experts
 from kimi_jax.modules.mlp import GatedActivation
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.fp8_latent import Fp8Latent
 from pallas_kernels.kda import KdaOutput, kda_from_raw
+from pallas_kernels.mxfp8 import Mxfp8
 from pallas_kernels.short_conv import short_conv
 from pallas_kernels.sparse_mla import dense_mla, dsa_mla
 
@@ -91,7 +93,7 @@ class Shards:
     def dense_mla(
         self,
         q: Float[Array, "B T H Q"],
-        latent: Float[Array, "B S R"],
+        latent: Float[Array, "B S R"] | Fp8Latent,
         w_uk: Float[Array, "H N L"],
         w_uv: Float[Array, "H V L"],
         *,
@@ -103,11 +105,11 @@ class Shards:
 
     def dsa_mla(
         self,
-        index_q: Float[Array, "B T I K"],
-        index_k: Float[Array, "B S K"],
+        index_q: Float[Array, "B T I K"] | Mxfp8,
+        index_k: Float[Array, "B S K"] | Mxfp8,
         index_w: Float[Array, "B T I"],
         q: Float[Array, "B T H Q"],
-        latent: Float[Array, "B S R"],
+        latent: Float[Array, "B S R"] | Fp8Latent,
         w_uk: Float[Array, "H N L"],
         w_uv: Float[Array, "H V L"],
         *,

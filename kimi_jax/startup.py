@@ -11,12 +11,15 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kimi_jax.cache import Cache
+from kimi_jax.cache_format import DEFAULT_FORMAT, CacheFormat, row_bytes
 from kimi_jax.checkpoint.locate import packed_shapes
 from kimi_jax.compile_cache import jax_setting
+from kimi_jax.config import KimiConfig
 from kimi_jax.model import Decoder
 from kimi_jax.params import Params, ParamSpec, is_spec, named_specs
 from kimi_jax.sharding import RULES, Rule, shard_shape
 from pallas_kernels.dispatch import Choice, noted_choices
+from pallas_kernels.lightning_indexer import TwoStage
 from pallas_kernels.mxfp4 import Mxfp4
 from pallas_kernels.precision import at_least_float32
 from pallas_kernels.target import platform
@@ -27,15 +30,20 @@ _ACCELERATORS = {"nvidia[0-9]*": "an NVIDIA GPU", "accel[0-9]*": "a TPU"}
 
 
 def describe(
-    decoder: Decoder, dtype: DTypeLike, mesh: Mapping[str, int] | None, rules: Mapping[str, Rule] = RULES
+    decoder: Decoder,
+    dtype: DTypeLike,
+    mesh: Mapping[str, int] | None,
+    rules: Mapping[str, Rule] = RULES,
+    format: CacheFormat = DEFAULT_FORMAT,
 ) -> str:
-    """One line: the model, its devices, bytes on each, and which implementation each operation will run, and why.
+    """One line: the model, its devices, bytes on each, bytes a token, and which implementation operations run, and why.
 
     Args:
         decoder: the model.
         dtype: of its parameters and activations.
         mesh: sizes of the mesh axes, or None for one device.
         rules: mesh axis of each logical axis.
+        format: of its caches.
     """
     devices = 1 if mesh is None else math.prod(mesh.values())
     kind = jax.devices()[0]
@@ -43,7 +51,9 @@ def describe(
     size = device_bytes(decoder, dtype, mesh or {}, rules) / 2**20
     return (
         f"{decoder.config.model_type}, {decoder.config.num_hidden_layers} layers, {jnp.dtype(dtype).name}, on {where}, "
-        f"{size:,.1f} MiB of parameters on each; {in_words(choices(decoder, dtype), platform())}"
+        f"{size:,.1f} MiB of parameters on each; caches: {cache_in_words(decoder.config, dtype, format)}; "
+        f"{_selection_in_words(decoder.two_stage)}"
+        f"{in_words(choices(decoder, dtype, format), platform())}"
     )
 
 
@@ -64,7 +74,27 @@ def device_bytes(decoder: Decoder, dtype: DTypeLike, mesh: Mapping[str, int], ru
     return total
 
 
-def choices(decoder: Decoder, dtype: DTypeLike) -> dict[str, Choice]:
+def _selection_in_words(two_stage: TwoStage | None) -> str:
+    if two_stage is None:
+        return ""
+    misses = "missing some keys" if two_stage.coarse == "mean" else "exact"
+    return (
+        f"an indexer in two stages, {two_stage.kept_fraction:.1%} of blocks of {two_stage.block_size} keys by their "
+        f"{two_stage.coarse}, {misses}; "
+    )
+
+
+def cache_in_words(config: KimiConfig, dtype: DTypeLike, format: CacheFormat = DEFAULT_FORMAT) -> str:
+    """What a row of a cache takes: bytes of every token, and those that don't depend on their number."""
+    compute, token = jnp.dtype(dtype).name, format.token_bytes(config, dtype)
+    parts = [f"{token.latent / 2**10:,.1f} KiB a token of latents in {format.kv_cache or compute}"]
+    if token.index_key:
+        parts.append(f"{token.index_key / 2**10:,.1f} KiB of index keys in {format.index_cache or compute}")
+    parts.append(f"{row_bytes(config, dtype) / 2**20:,.1f} MiB a row")
+    return ", ".join(parts)
+
+
+def choices(decoder: Decoder, dtype: DTypeLike, format: CacheFormat = DEFAULT_FORMAT) -> dict[str, Choice]:
     """The implementation that each operation of a model chooses here; nothing is computed.
 
     Raises:
@@ -77,7 +107,7 @@ def choices(decoder: Decoder, dtype: DTypeLike) -> dict[str, Choice]:
         return jax.ShapeDtypeStruct(spec.shape, at_least_float32(dtype) if spec.float32 else dtype)
 
     def run(params: Params) -> jax.Array:
-        cache = Cache.allocate(decoder.config, 1, 1, dtype)
+        cache = Cache.allocate(decoder.config, 1, 1, dtype, kv_cache=format.kv_cache, index_cache=format.index_cache)
         return decoder.prefill(params, jnp.zeros((1, 1), jnp.int32), cache)[0]
 
     with noted_choices() as found:

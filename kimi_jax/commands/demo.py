@@ -96,6 +96,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-compilation-cache", action="store_true", help="don't keep compiled programs")
     parser.set_defaults(implementation=None, compilation_cache=None, quiet=False, mesh=None, hosts=None)
+    parser.set_defaults(kv_cache=None, index_cache=None, indexer="exact")
+    parser.set_defaults(index_block_size=None, index_kept_fraction=None, index_coarse=None)
 
 
 def run(arguments: argparse.Namespace) -> int:

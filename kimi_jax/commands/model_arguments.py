@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kimi_jax import Kimi
+    from kimi_jax.model import Indexing
 
 # What a shell reports for a process that the signal of a closed pipe has ended.
 _BROKEN_PIPE = 141
@@ -38,6 +39,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=("bfloat16", "float32"), help="of weights and activations (default: the model's)"
     )
     run.add_argument("--implementation", choices=("reference", "xla", "tpu", "gpu"), help="of every operation")
+    run.add_argument(
+        "--kv-cache", choices=("bfloat16", "fp8"), help="what latents are kept in (default: the dtype of activations)"
+    )
+    run.add_argument(
+        "--index-cache",
+        choices=("bfloat16", "mxfp8"),
+        help="what index keys are kept in, of models with an indexer (default: the dtype of activations)",
+    )
+    run.add_argument(
+        "--indexer",
+        choices=("exact", "two_stage"),
+        default="exact",
+        help="two_stage scores the keys of promising blocks only (default: exact)",
+    )
+    run.add_argument("--index-block-size", type=int, metavar="N", help="keys of a block, with --indexer two_stage")
+    run.add_argument("--index-kept-fraction", type=float, metavar="X", help="of the blocks that a query sees, likewise")
+    run.add_argument(
+        "--index-coarse",
+        choices=("mean", "bound"),
+        help="what stands for a block, likewise: bound is slower and misses nothing",
+    )
     run.add_argument(
         "--mesh",
         metavar="AXIS=N,...",
@@ -95,6 +117,24 @@ def connect(arguments: argparse.Namespace) -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
 
 
+def indexing(arguments: argparse.Namespace) -> "Indexing":
+    """How keys are selected.
+
+    Raises:
+        ValueError: a number is out of range, or is given without two stages.
+    """
+    from pallas_kernels.lightning_indexer import TwoStage
+
+    names = {"block_size": "index_block_size", "kept_fraction": "index_kept_fraction", "coarse": "index_coarse"}
+    found = {name: getattr(arguments, option) for name, option in names.items()}
+    given: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
+    if arguments.indexer == "two_stage":
+        return TwoStage(**given)
+    if given:
+        raise ValueError(f"--{names[next(iter(given))].replace('_', '-')} has no effect without --indexer two_stage.")
+    return "exact"
+
+
 def load(arguments: argparse.Namespace) -> "Kimi":
     """Loads the model."""
     connect(arguments)
@@ -106,6 +146,9 @@ def load(arguments: argparse.Namespace) -> "Kimi":
         dtype=arguments.dtype,
         mesh=arguments.mesh if arguments.mesh in (None, "auto") else parse_mesh(arguments.mesh),
         implementation=arguments.implementation,
+        kv_cache=arguments.kv_cache,
+        index_cache=arguments.index_cache,
+        indexer=indexing(arguments),
         compilation_cache=arguments.compilation_cache or not arguments.no_compilation_cache,
         progress=not arguments.quiet,
     )

@@ -8,7 +8,7 @@ these only estimates exist. Without any phase's options, a prefill and a decode 
 import argparse
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kimi_jax.config import KimiConfig
@@ -40,6 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument("--context", type=int, metavar="N", help="places of each slot (default: those of a prompt)")
     sizes.add_argument("--train-rows", type=int, metavar="N", help=f"rows of a batch (default: {TRAIN_ROWS})")
     sizes.add_argument("--train-tokens", type=int, metavar="N", help=f"of each row (default: {TRAIN_TOKENS})")
+    sizes.add_argument("--kv-cache", choices=("bfloat16", "fp8"), help="what latents are kept in (default: bfloat16)")
+    sizes.add_argument(
+        "--index-cache", choices=("bfloat16", "mxfp8"), help="what index keys are kept in (default: bfloat16)"
+    )
     parser.add_argument("--estimate", action="store_true", help="choose only; compile nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report as JSON")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also write a picture of the memory")
@@ -59,6 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     from kimi_jax.planning.strategy import plan_mesh
     from kimi_jax.planning.topology import parse_topology
     from kimi_jax.sharding import parse_mesh
+    from kimi_jax.startup import cache_in_words
 
     name, config = find_config(arguments.config)
     works = workloads(arguments, config)
@@ -74,6 +79,9 @@ def run(arguments: argparse.Namespace) -> int:
         assert topology is not None
         plan = plan_mesh(config, topology, works, mesh=mesh)
     print(f"{name} on {arguments.topology}\n{plan}", flush=True)
+    if any(work.context for work in works):
+        cached = next(work.format for work in works if work.context)
+        print(f"  Caches: {cache_in_words(config, 'bfloat16', cached)}.", flush=True)
     found, fits = {"strategy": plan.to_dict()}, plan.chosen.fits
     picture = None
     if topology is None or arguments.estimate:
@@ -132,9 +140,12 @@ def workloads(arguments: argparse.Namespace, config: "KimiConfig") -> "list[Work
     pieces = sized("prefill_pieces", 1)
     if prompt % pieces:
         raise ValueError(f"--prefill-pieces {pieces}; it must divide the {prompt} tokens of a prompt.")
+    kept: dict[str, Any] = {"kv_cache": arguments.kv_cache, "index_cache": arguments.index_cache}
+    if phases == ["train"] and any(kept.values()):
+        raise ValueError("--kv-cache and --index-cache have no effect on a training step, which has no caches.")
     every = {
-        "prefill": lambda: Workload("prefill", sized("prefill_rows", 1), prompt // pieces, prompt),
-        "decode": lambda: Workload("decode", sized("decode_slots", DECODE_SLOTS), 1, sized("context", prompt)),
+        "prefill": lambda: Workload("prefill", sized("prefill_rows", 1), prompt // pieces, prompt, **kept),
+        "decode": lambda: Workload("decode", sized("decode_slots", DECODE_SLOTS), 1, sized("context", prompt), **kept),
         "train": lambda: Workload("train", sized("train_rows", TRAIN_ROWS), sized("train_tokens", TRAIN_TOKENS), 0),
     }
     works = [every[phase]() for phase in phases]

@@ -14,6 +14,7 @@ from jaxtyping import Array
 
 from kimi_jax.buckets import bucket, capacity
 from kimi_jax.cache import Cache
+from kimi_jax.cache_format import DEFAULT_FORMAT, CacheFormat
 from kimi_jax.generate import loop
 from kimi_jax.generate.answer import Answer
 from kimi_jax.generate.language import Language
@@ -43,13 +44,15 @@ class Runner:
 
     Args:
         decoder: the model.
-        dtype: of its activations and caches.
+        dtype: of its activations, and of what caches keep without a format of its own.
         programs: where they are compiled.
+        format: of latents and index keys.
     """
 
-    def __init__(self, decoder: Decoder, dtype: DTypeLike, programs: Programs):
+    def __init__(self, decoder: Decoder, dtype: DTypeLike, programs: Programs, format: CacheFormat = DEFAULT_FORMAT):
+        format.check(decoder.config)
         self.config = decoder.config
-        self.allocate = partial(decoder.allocate, dtype=dtype)
+        self.allocate = partial(decoder.allocate, dtype=dtype, kv_cache=format.kv_cache, index_cache=format.index_cache)
         self.dtype = dtype
         self.programs = programs
 

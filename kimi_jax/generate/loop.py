@@ -119,7 +119,7 @@ def advance(
         (cache, progress, what was emitted).
     """
     progress = replace(progress, stopped=progress.stopped | halt)
-    emitted = _nothing(progress.token.shape[0], size, top_logprobs, at_least_float32(cache.latent))
+    emitted = _nothing(progress.token.shape[0], size, top_logprobs, at_least_float32(cache.dtype))
 
     def wanted(carry: tuple) -> Bool[Array, ""]:
         step, _, progress, _ = carry

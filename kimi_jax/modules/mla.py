@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -12,6 +13,9 @@ from kimi_jax.modules.norm import LayerNorm, RMSNorm
 from kimi_jax.params import param
 from kimi_jax.shards import ALONE, Shards
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.fp8_latent import Fp8Latent
+from pallas_kernels.lightning_indexer import TwoStage
+from pallas_kernels.mxfp8 import Mxfp8
 from pallas_kernels.precision import at_least_float32
 
 
@@ -19,12 +23,13 @@ class MlaKeys(NamedTuple):
     """What one MLA layer keeps of every token.
 
     Attributes:
-        latent: [B, S, L+R]: the normalised key/value latent, then the channels of the slot that other models rotate.
-        index_key: [B, S, KI] for sparse layers, else None.
+        latent: [B, S, L+R]: the normalised key/value latent, then the channels of the slot that other models rotate; also
+            in FP8.
+        index_key: [B, S, KI] for sparse layers, also in MXFP8, else None.
     """
 
-    latent: Float[Array, "B S W"]
-    index_key: Float[Array, "B S K"] | None
+    latent: Float[Array, "B S W"] | Fp8Latent
+    index_key: Float[Array, "B S K"] | Mxfp8 | None
 
 
 class Indexer(nnx.Module):
@@ -48,13 +53,17 @@ class Indexer(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], query_latent: Float[Array, "B T Q"]
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T K"], Float[Array, "B T H"]]:
-        """Returns (queries, keys, head weights)."""
+        """Returns (queries, keys, head weights).
+
+        Keys and head weights come out of one product of x, which doesn't wait for the query latent.
+        """
         heads, width, rank = self.query.shape
         batch, tokens, _ = x.shape
         queries = linear(query_latent, self.query[...].reshape(heads * width, rank))
-        keys = self.key_norm(linear(x, self.key[...]))
-        weights = linear(x, self.head_weights[...], out=at_least_float32(x)) * (heads * width) ** -0.5
-        return queries.reshape(batch, tokens, heads, width), keys, weights
+        both = jnp.concatenate([self.key[...].astype(x.dtype), self.head_weights[...].astype(x.dtype)])
+        keys, weights = jnp.split(linear(x, both, out=at_least_float32(x)), [width], axis=-1)
+        keys = self.key_norm(keys.astype(x.dtype))
+        return queries.reshape(batch, tokens, heads, width), keys, weights * (heads * width) ** -0.5
 
 
 class MultiHeadLatentAttention(nnx.Module):
@@ -118,6 +127,7 @@ class MultiHeadLatentAttention(nnx.Module):
         dense: bool = False,
         cached: bool = False,
         return_indices: bool = False,
+        two_stage: TwoStage | None = None,
         implementation: Implementation | None = None,
         shards: Shards = ALONE,
     ) -> tuple[Float[Array, "B T D"], Int[Array, "B T k"] | None]:
@@ -125,13 +135,14 @@ class MultiHeadLatentAttention(nnx.Module):
 
         Args:
             x: normalised layer input of the new tokens.
-            queries: from `project`.
+            queries: from `project`, `MlaQueries.like` keys where these are quantised.
             keys: [B, S, ...] all keys of the rows.
             q_positions: each new token's own place among the keys; -1 for padding.
             segment_ids: ids of packed sequences.
             dense: attend all visible keys, whatever the indexer thinks of them.
             cached: `keys` are a cache, and not those of the new tokens alone.
             return_indices: also return the selected positions (sparse layers only).
+            two_stage: how the indexer leaves keys out (see `pallas_kernels.lightning_indexer.TwoStage`); None: not at all.
             implementation: of the operations; None picks.
             shards: the devices that share the work; heads of the others are missing from the output.
         """
@@ -168,6 +179,7 @@ class MultiHeadLatentAttention(nnx.Module):
                 scale=scale,
                 cached=cached,
                 return_indices=return_indices,
+                two_stage=two_stage,
                 implementation=implementation,
             )
             out, indices = result if isinstance(result, tuple) else (result, None)
@@ -183,5 +195,11 @@ class MlaQueries(NamedTuple):
     """Queries of the new tokens: q [B, T, H, N+R] and, for sparse layers, the indexer's queries and head weights."""
 
     q: Float[Array, "B T H W"]
-    index_q: Float[Array, "B T HI KI"] | None
+    index_q: Float[Array, "B T HI KI"] | Mxfp8 | None
     index_w: Float[Array, "B T HI"] | None
+
+    def like(self, keys: MlaKeys) -> "MlaQueries":
+        """With index queries in MXFP8 where index keys are: both sides of their product in eight bits."""
+        if self.index_q is None or isinstance(self.index_q, Mxfp8) or not isinstance(keys.index_key, Mxfp8):
+            return self
+        return self._replace(index_q=Mxfp8.quantize(self.index_q))

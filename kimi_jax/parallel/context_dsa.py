@@ -15,6 +15,9 @@ from jaxtyping import Array, Float, Int
 
 from kimi_jax.parallel.zigzag import AxisName, Layout, check_layout, from_zigzag, halves, to_zigzag
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.fp8_latent import Fp8Latent
+from pallas_kernels.lightning_indexer import TwoStage
+from pallas_kernels.mxfp8 import Mxfp8
 from pallas_kernels.precision import at_least_float32
 from pallas_kernels.sparse_mla import dense_mla, dsa_mla
 
@@ -29,7 +32,16 @@ def gather_tokens(tree: Tree, axis: AxisName) -> Tree:
     """
     if jax.lax.axis_size(axis) == 1:
         return tree
-    return jax.tree.map(lambda x: (_gather if jnp.issubdtype(x.dtype, jnp.floating) else _all)(x, axis), tree)
+
+    def gather(x: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return _all(x, axis)
+        if x.dtype.itemsize > 1:
+            return _gather(x, axis)
+        # Codes aren't differentiated, and not every backend sends numbers of eight bits.
+        return jax.lax.bitcast_convert_type(_all(jax.lax.bitcast_convert_type(x, jnp.uint8), axis), x.dtype)
+
+    return jax.tree.map(gather, tree)
 
 
 def _all(x: jax.Array, axis: AxisName) -> jax.Array:
@@ -54,11 +66,11 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 
 def dsa_context(
-    index_q: Float[Array, "B T HI KI"],
-    index_k: Float[Array, "B S KI"],
+    index_q: Float[Array, "B T HI KI"] | Mxfp8,
+    index_k: Float[Array, "B S KI"] | Mxfp8,
     index_w: Float[Array, "B T HI"],
     q: Float[Array, "B T H NR"],
-    latent: Float[Array, "B S LR"],
+    latent: Float[Array, "B S LR"] | Fp8Latent,
     w_uk: Float[Array, "H N L"],
     w_uv: Float[Array, "H V L"],
     *,
@@ -70,6 +82,7 @@ def dsa_context(
     layout: Layout = "zigzag",
     num_keys: int | None = None,
     form: Literal["gather", "mask"] | None = None,
+    two_stage: TwoStage | None = None,
     budget_bytes: int | None = None,
     return_indices: bool = False,
     implementation: Implementation | None = None,
@@ -100,6 +113,7 @@ def dsa_context(
         layout: order in which the queries run.
         num_keys: places from this one on are seen by nobody, and cost nothing. None: all may be seen.
         form: of `dsa_mla`.
+        two_stage: of `dsa_mla`.
         budget_bytes: bound on working memory of `dsa_mla`; the gathered rows come on top.
         return_indices: also return the selection, as places among all keys.
         implementation: of `dsa_mla`; None takes the best that can run.
@@ -132,6 +146,7 @@ def dsa_context(
             key_segment_ids=key_segments,
             scale=scale,
             form=form,
+            two_stage=two_stage,
             budget_bytes=budget_bytes,
             return_indices=return_indices,
             implementation=implementation,
@@ -142,7 +157,7 @@ def dsa_context(
 
 def dense_context(
     q: Float[Array, "B T H NR"],
-    latent: Float[Array, "B S LR"],
+    latent: Float[Array, "B S LR"] | Fp8Latent,
     w_uk: Float[Array, "H N L"],
     w_uv: Float[Array, "H V L"],
     *,
@@ -189,7 +204,7 @@ def _in_layout(attend: Callable[[Tree], Any], queries: Tree, axis: AxisName, lay
     return from_zigzag(jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), early, late), axis)
 
 
-def _check_segments(operation: str, segment_ids: jax.Array | None, q: jax.Array, latent: jax.Array) -> None:
+def _check_segments(operation: str, segment_ids: jax.Array | None, q: jax.Array, latent: jax.Array | Fp8Latent) -> None:
     if segment_ids is not None and q.shape[1] != latent.shape[1]:
         raise ValueError(
             f"{operation}: segment_ids were given with {q.shape[1]} queries and {latent.shape[1]} keys on each device; "

@@ -11,8 +11,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kimi_jax.cache import Cache
+from kimi_jax.cache_format import IndexCache, KvCache
 from kimi_jax.config import KimiConfig
-from kimi_jax.model import Decoder, Loss
+from kimi_jax.model import Decoder, Indexing, Loss
 from kimi_jax.observe import Observed, Observer, Trace
 from kimi_jax.parallel.experts import Exchange
 from kimi_jax.parallel.shards import MeshShards
@@ -51,6 +52,7 @@ class MeshDecoder(Decoder):
         implementation: Implementation | None = None,
         *,
         dense_attention: bool = False,
+        indexer: Indexing = "exact",
         layout: Layout = "zigzag",
         exchange: Exchange | None = None,
         split_from: int = ALIGNMENT,
@@ -62,6 +64,7 @@ class MeshDecoder(Decoder):
             mesh: devices.
             implementation: passed to every operation.
             dense_attention: as in `Decoder`.
+            indexer: as in `Decoder`; where devices share the keys of a row, each leaves out of its own.
             layout: order in which attention runs queries of split rows.
             exchange: how tokens meet their experts; None: as costs say.
             split_from: new tokens a row and device from which a prefill splits its rows; shorter ones run on all devices
@@ -69,8 +72,9 @@ class MeshDecoder(Decoder):
 
         Raises:
             ShardingError: a size of the model isn't a multiple of the mesh axis that splits it; names the config field.
+            ValueError: as `Decoder`.
         """
-        super().__init__(config, implementation, dense_attention=dense_attention)
+        super().__init__(config, implementation, dense_attention=dense_attention, indexer=indexer)
         self.mesh = complete(mesh)
         self.layout: Layout = layout
         self.exchange: Exchange | None = exchange
@@ -82,15 +86,26 @@ class MeshDecoder(Decoder):
 
     # Whole calls
 
-    def allocate(self, batch: int, capacity: int, dtype: DTypeLike = jnp.bfloat16) -> Cache:
+    def allocate(
+        self,
+        batch: int,
+        capacity: int,
+        dtype: DTypeLike = jnp.bfloat16,
+        *,
+        kv_cache: KvCache | None = None,
+        index_cache: IndexCache | None = None,
+    ) -> Cache:
         """An empty cache, spread over the mesh; `capacity` is rounded up to a multiple of the devices that split it."""
         shards = self._shards(batch, split=False)
         parts = self._size(shards.sequence)
 
         def make() -> Cache:
-            return Cache.allocate(self.config, batch, capacity, dtype, parts)
+            return Cache.allocate(
+                self.config, batch, capacity, dtype, parts, kv_cache=kv_cache, index_cache=index_cache
+            )
 
-        shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.cache_specs(batch))
+        specs = self.cache_specs(batch, kv_cache, index_cache)
+        shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
         return jax.jit(make, out_shardings=shardings)()
 
     def everywhere(self, tree: Any) -> Any:
@@ -203,7 +218,7 @@ class MeshDecoder(Decoder):
             return decoder.run_prefill(params, token_ids, cache, lengths, all_logits)
 
         by_token = P(shards.rows, shards.sequence if shards.split else None)
-        caches = self.cache_specs(cache.batch)
+        caches = self._specs_like(cache)
         in_specs = (self.param_specs, by_token, caches, P(shards.rows))
         out_specs = (P(*by_token, "tensor") if all_logits else P(shards.rows, "tensor"), caches)
         logits, cache = self._map(run, in_specs, out_specs)(params, token_ids, cache, lengths)
@@ -230,7 +245,7 @@ class MeshDecoder(Decoder):
             names |= {name: P(None, *by_token) for name in ("experts", "expert_weights")}
         if self.config.dsa is not None and not self.dense_attention:
             names["selected"] = P(None, *by_token)
-        caches = self.cache_specs(cache.batch)
+        caches = self._specs_like(cache)
         found, cache = self._map(run, (self.param_specs, P(*by_token), caches, P(shards.rows)), (names, caches))(
             params, token_ids, cache, lengths
         )
@@ -239,9 +254,17 @@ class MeshDecoder(Decoder):
 
     # How work is spread
 
-    def cache_specs(self, batch: int) -> Cache:
+    def cache_specs(self, batch: int, kv_cache: KvCache | None = None, index_cache: IndexCache | None = None) -> Cache:
         """How a cache of so many rows is spread: a `Cache` of partition specs."""
-        shards = self._shards(batch, split=False)
+
+        def make() -> Cache:
+            return Cache.allocate(self.config, batch, 1, kv_cache=kv_cache, index_cache=index_cache)
+
+        return self._specs_like(jax.eval_shape(make))
+
+    def _specs_like(self, cache: Cache) -> Cache:
+        """The same for a cache of arrays or of their shapes; all arrays of a quantised field are spread alike."""
+        shards = self._shards(cache.lengths.shape[0], split=False)
         rows, places = shards.rows, P(None, shards.rows, shards.sequence)
         specs = {
             "lengths": P(rows),
@@ -251,10 +274,8 @@ class MeshDecoder(Decoder):
             "index_key": places,
         }
         # A cache of anything but arrays can't be made by calling the class, which checks what it is given.
-        parts = self._size(shards.sequence)
-        shapes = jax.eval_shape(lambda: Cache.allocate(self.config, batch, 1, parts=parts))
-        leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
-        return jax.tree.unflatten(structure, [specs[path[-1].name] for path, _ in leaves])
+        leaves, structure = jax.tree_util.tree_flatten_with_path(cache)
+        return jax.tree.unflatten(structure, [specs[path[0].name] for path, _ in leaves])
 
     def _shards(self, batch: int, *, split: bool) -> MeshShards:
         rows, sequence = axes_of(batch, self._sizes)
@@ -262,7 +283,13 @@ class MeshDecoder(Decoder):
         return MeshShards(rows, sequence, split, self.layout, self.exchange)
 
     def _decoder(self, shards: MeshShards) -> Decoder:
-        return Decoder(self.config, self.implementation, dense_attention=self.dense_attention, shards=shards)
+        return Decoder(
+            self.config,
+            self.implementation,
+            dense_attention=self.dense_attention,
+            indexer=self.two_stage or "exact",
+            shards=shards,
+        )
 
     def _size(self, axes: tuple[str, ...]) -> int:
         size = 1

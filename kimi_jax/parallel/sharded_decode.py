@@ -13,7 +13,9 @@ from jaxtyping import Array, Float, Int
 from kimi_jax.parallel.context_dsa import gather_tokens
 from kimi_jax.parallel.zigzag import AxisName
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.lightning_indexer import DEFAULT_BUDGET_BYTES, best_candidates, index_candidates
+from pallas_kernels.fp8_latent import Fp8Latent
+from pallas_kernels.lightning_indexer import DEFAULT_BUDGET_BYTES, TwoStage, best_candidates, index_candidates
+from pallas_kernels.mxfp8 import Mxfp8
 from pallas_kernels.sparse_mla import latent_mla, sparse_mla
 from pallas_kernels.sparse_mla.absorbed import absorb, expand
 
@@ -62,11 +64,11 @@ def write_context_keys(cache_layers: Tree, new: Tree, positions: Int[Array, "B T
 
 
 def dsa_decode_sharded(
-    index_q: Float[Array, "B T HI KI"],
-    index_k: Float[Array, "B S KI"],
+    index_q: Float[Array, "B T HI KI"] | Mxfp8,
+    index_k: Float[Array, "B S KI"] | Mxfp8,
     index_w: Float[Array, "B T HI"],
     q: Float[Array, "B T H NR"],
-    latent: Float[Array, "B S LR"],
+    latent: Float[Array, "B S LR"] | Fp8Latent,
     w_uk: Float[Array, "H N L"],
     w_uv: Float[Array, "H V L"],
     *,
@@ -74,6 +76,7 @@ def dsa_decode_sharded(
     top_k: int,
     q_positions: Int[Array, "B T"],
     scale: float,
+    two_stage: TwoStage | None = None,
     budget_bytes: int | None = None,
     return_indices: bool = False,
     implementation: Implementation | None = None,
@@ -102,6 +105,8 @@ def dsa_decode_sharded(
         top_k: number of keys a query attends at most.
         q_positions: each query's own place in the whole row; -1 for padding, whose output is 0.
         scale: multiplies the scores, (N + R) ** -0.5 in the Kimi models.
+        two_stage: of `index_candidates`: each device leaves out of its own keys, so with means the selection isn't quite
+            that of one device.
         budget_bytes: bound on working memory of the operations; None: their own.
         return_indices: also return the selection, for which another top_k numbers from each device travel.
         implementation: of the operations; None takes the best that can run.
@@ -123,6 +128,7 @@ def dsa_decode_sharded(
         index_w,
         top_k=width,
         q_positions=_visible_places(q_positions, places, axis),
+        two_stage=two_stage,
         budget_bytes=DEFAULT_BUDGET_BYTES if budget_bytes is None else budget_bytes,
         implementation=implementation,
     )
@@ -154,7 +160,7 @@ def dsa_decode_sharded(
 
 def dense_decode_sharded(
     q: Float[Array, "B T H NR"],
-    latent: Float[Array, "B S LR"],
+    latent: Float[Array, "B S LR"] | Fp8Latent,
     w_uk: Float[Array, "H N L"],
     w_uv: Float[Array, "H V L"],
     *,

@@ -16,7 +16,9 @@ from kimi_jax.parallel.sharded_decode import dense_decode_sharded, dsa_decode_sh
 from kimi_jax.parallel.zigzag import Layout
 from kimi_jax.shards import Shards
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.fp8_latent import Fp8Latent
 from pallas_kernels.kda import KdaOutput, kda_from_raw
+from pallas_kernels.mxfp8 import Mxfp8
 from pallas_kernels.short_conv import short_conv
 
 Keys = TypeVar("Keys")
@@ -131,7 +133,7 @@ class MeshShards(Shards):
     def dense_mla(
         self,
         q: Float[Array, "B T H Q"],
-        latent: Float[Array, "B S R"],
+        latent: Float[Array, "B S R"] | Fp8Latent,
         w_uk: Float[Array, "H N L"],
         w_uv: Float[Array, "H V L"],
         *,
@@ -149,11 +151,11 @@ class MeshShards(Shards):
 
     def dsa_mla(
         self,
-        index_q: Float[Array, "B T I K"],
-        index_k: Float[Array, "B S K"],
+        index_q: Float[Array, "B T I K"] | Mxfp8,
+        index_k: Float[Array, "B S K"] | Mxfp8,
         index_w: Float[Array, "B T I"],
         q: Float[Array, "B T H Q"],
-        latent: Float[Array, "B S R"],
+        latent: Float[Array, "B S R"] | Fp8Latent,
         w_uk: Float[Array, "H N L"],
         w_uv: Float[Array, "H V L"],
         *,

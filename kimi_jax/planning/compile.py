@@ -13,6 +13,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from kimi_jax.cache import Cache
+from kimi_jax.cache_format import IndexCache, KvCache
 from kimi_jax.checkpoint.locate import packed_shapes
 from kimi_jax.config import KimiConfig
 from kimi_jax.parallel.decoder import MeshDecoder
@@ -152,13 +153,27 @@ def abstract_params(decoder: MeshDecoder, *, train: bool = False) -> Params:
     return jax.tree.map(leaf, decoder.specs, decoder.param_specs, is_leaf=is_spec)
 
 
-def abstract_cache(decoder: MeshDecoder, rows: int, context: int, parts: int) -> Cache:
+def abstract_cache(
+    decoder: MeshDecoder,
+    rows: int,
+    context: int,
+    parts: int,
+    *,
+    kv_cache: KvCache | None = None,
+    index_cache: IndexCache | None = None,
+) -> Cache:
     """Shapes, dtypes and shardings of a cache, as `MeshDecoder.allocate` makes it."""
-    shapes = jax.eval_shape(lambda: Cache.allocate(decoder.config, rows, context, jnp.bfloat16, parts))
+
+    def make() -> Cache:
+        return Cache.allocate(
+            decoder.config, rows, context, jnp.bfloat16, parts, kv_cache=kv_cache, index_cache=index_cache
+        )
+
+    shapes = jax.eval_shape(make)
     return jax.tree.map(
         lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(decoder.mesh, spec)),
         shapes,
-        decoder.cache_specs(rows),
+        decoder.cache_specs(rows, kv_cache, index_cache),
     )
 
 
@@ -215,7 +230,9 @@ def _rows_a_window(config: KimiConfig, step: StepCost) -> tuple[float, int]:
 def _cached(decoder: MeshDecoder, step: StepCost, _: bool) -> tuple[jax.stages.Lowered, Mapping[str, int]]:
     work = step.workload
     params = abstract_params(decoder)
-    cache = abstract_cache(decoder, work.rows, work.context, step.spread.parts)
+    cache = abstract_cache(
+        decoder, work.rows, work.context, step.spread.parts, kv_cache=work.kv_cache, index_cache=work.index_cache
+    )
     rows = PartitionSpec(step.spread.rows or None, step.spread.sequence if step.spread.split else None)
     tokens = jax.ShapeDtypeStruct(
         (work.rows, work.tokens), jnp.int32, sharding=NamedSharding(decoder.mesh, _even(rows, work, step))

@@ -39,6 +39,7 @@ import jax
 import jax.numpy as jnp
 
 from kimi_jax.cache import Cache
+from kimi_jax.cache_format import DEFAULT_FORMAT, CacheFormat, IndexCache, KvCache
 from kimi_jax.checkpoint.locate import packed_shapes
 from kimi_jax.config import KimiConfig
 from kimi_jax.model import Decoder
@@ -76,14 +77,20 @@ class Workload:
         tokens: new ones of each row.
         context: places of each row's cache; 0 for training. A prefill with more places than tokens is one piece of a
             prompt that fills them, with as many tokens before it as a piece has on average.
+        kv_cache: what latents are kept in between steps (see `CacheFormat`); None: bfloat16.
+        index_cache: what index keys are kept in; None: bfloat16.
     """
 
     phase: Phase
     rows: int
     tokens: int
     context: int
+    kv_cache: KvCache | None = None
+    index_cache: IndexCache | None = None
 
     def __post_init__(self) -> None:
+        if self.phase == "train" and self.format != DEFAULT_FORMAT:
+            raise ValueError("train: a training step has no caches; leave kv_cache and index_cache out.")
         if self.phase not in ("prefill", "decode", "train"):
             raise ValueError(f"phase={self.phase!r}; it must be 'prefill', 'decode' or 'train'.")
         if self.rows < 1 or self.tokens < 1:
@@ -94,12 +101,18 @@ class Workload:
             )
 
     @property
+    def format(self) -> CacheFormat:
+        """Of the caches."""
+        return CacheFormat(self.kv_cache, self.index_cache)
+
+    @property
     def prefix(self) -> float:
         """Tokens of a row that a prefill finds in the cache, on average over the pieces of a prompt."""
         return (self.context - self.tokens) / 2 if self.phase == "prefill" else 0.0
 
     def check(self, config: KimiConfig) -> None:
-        """Raises ValueError where rows are longer than the model allows."""
+        """Raises ValueError where rows are longer than the model allows, or its keys can't be kept so."""
+        self.format.check(config)
         length = max(self.tokens, self.context)
         if length > config.max_position_embeddings:
             raise ValueError(
@@ -109,6 +122,7 @@ class Workload:
 
     def __str__(self) -> str:
         held = f", caches of {self.context:,} places" if self.context else ""
+        held += f" ({self.format})" if self.format != DEFAULT_FORMAT else ""
         return f"{self.rows:,} rows of {self.tokens:,} new token{'s' if self.tokens > 1 else ''}{held}"
 
 
@@ -277,14 +291,19 @@ class StepModel:
         rows, sequence = axes_of(workload.rows, sizes)
         held = (workload.rows // _product(sizes, rows), -(-workload.context // _product(sizes, sequence)))
         heads = sizes.get("tensor", 1)
-        whole = self._known.get(("cache", *held)) or self._whole_cache(*held)
+        whole = self._known.get(("cache", *held, workload.format)) or self._whole_cache(*held, workload.format)
         return {name: size // heads if name in ("kda_state", "conv_tail") else size for name, size in whole.items()}
 
-    def _whole_cache(self, rows: int, places: int) -> dict[str, int]:
+    def _whole_cache(self, rows: int, places: int, format: CacheFormat) -> dict[str, int]:
         """Bytes of a cache with all heads, by field."""
-        cache = jax.eval_shape(lambda: Cache.allocate(self.config, rows, places, jnp.bfloat16))
-        sizes = {name: math.prod(x.shape) * x.dtype.itemsize for name, x in vars(cache).items() if x is not None}
-        self._known["cache", rows, places] = sizes
+        kinds: dict[str, Any] = {"kv_cache": format.kv_cache, "index_cache": format.index_cache}
+        cache = jax.eval_shape(lambda: Cache.allocate(self.config, rows, places, jnp.bfloat16, **kinds))
+        sizes = {
+            name: sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(field))
+            for name, field in vars(cache).items()
+            if field is not None
+        }
+        self._known["cache", rows, places, format] = sizes
         return sizes
 
 
@@ -368,7 +387,8 @@ class _Step:
         mla, dsa, at, work = self.config.mla, self.config.dsa, self.spread, self.workload
         layers, heads = self.model.stacks["attention"], self.config.num_attention_heads / self.tensor.size
         latent, rope = mla.kv_lora_rank, mla.qk_rope_head_dim
-        key = latent + rope + (0 if dsa is None else dsa.head_dim)
+        stored = work.format.token_bytes(self.config)
+        latent_bytes, index_bytes = stored.latent / layers, stored.index_key / layers
         bf16 = self.chip.peak("bf16")
 
         def seconds(pairs: float | int) -> float:
@@ -398,7 +418,7 @@ class _Step:
             moved = zigzag if self.layout == "zigzag" else 0.0
             keys = total + work.prefix
             gathers = 1 if self.train else 2
-            moved += gathers * self.along.gather(at.batch * keys * key * ITEM)
+            moved += gathers * self.along.gather(at.batch * keys * (latent_bytes + index_bytes))
             self.reasons["attention"] = (
                 f"{self.layout} order: {_time(times['zigzag'])} a layer with queries moved to zigzag order, "
                 f"{_time(times['contiguous'])} in contiguous order, on the busiest of {at.parts} devices"
@@ -415,9 +435,9 @@ class _Step:
                 self.reasons["attention"] = (
                     f"partial attention over {at.places:,} places a device, merged over {at.parts}"
                 )
-        read = at.batch * keys * (key if dsa is None else dsa.head_dim) * ITEM
+        read = at.batch * keys * (latent_bytes if dsa is None else index_bytes)
         if dsa is not None:
-            read += at.count * min(dsa.top_k, keys) * (latent + rope) * ITEM
+            read += at.count * min(dsa.top_k, keys) * latent_bytes
         compute = self._products(self.values.get("mla", 0)) + layers * seconds(pairs)
         return self._part(
             "attention", compute, layers * read, layers * (moved + self._summed), self.weights.get("mla", 0)
@@ -529,8 +549,8 @@ class _Step:
         stream = config.hidden_size * ITEM * (bank + 6)
         total = at.count * (stream + max(kda, query, mlp) * (3 if self.train else 1))
         if at.split:
-            key = mla.kv_lora_rank + mla.qk_rope_head_dim + (0 if dsa is None else dsa.head_dim)
-            total += 3 * at.batch * at.tokens * at.parts * key * ITEM
+            stored = self.workload.format.token_bytes(config).total / max(1, len(mla.layers))
+            total += 3 * at.batch * at.tokens * at.parts * stored
         total += 2 * BUDGET + _ATTENTION_BUDGET
         if not self.train:
             total += at.batch * config.vocab_size / self.tensor.size * 4

@@ -14,6 +14,8 @@ from kimi_jax.params import Params
 from kimi_jax.rows import Rows
 from kimi_jax.train.balancing import margin_histogram
 from kimi_jax.train.batches import Batch
+from pallas_kernels.fp8_latent import Fp8Latent
+from pallas_kernels.mxfp8 import Mxfp8
 from pallas_kernels.sparse_mla import indexer_kl
 
 IndexerStage = Literal["dense", "sparse"]
@@ -86,6 +88,10 @@ class TrainingObserver(Observer):
         index_q, index_k, index_w, dsa = queries.index_q, keys.index_key, queries.index_w, self.config.dsa
         if self.indexer is None or index_q is None or index_k is None or index_w is None or dsa is None:
             return {}
+        # What a cache keeps is a constant; training keeps none.
+        assert not isinstance(keys.latent, Fp8Latent)
+        assert not isinstance(index_q, Mxfp8)
+        assert not isinstance(index_k, Mxfp8)
         mla = self.config.mla
         loss = indexer_kl(
             index_q,

@@ -8,18 +8,23 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.dispatch import Implementation, always, choose
-from pallas_kernels.lightning_indexer import gpu, reference, xla
+from pallas_kernels.lightning_indexer import gpu, reference, tpu, xla
 from pallas_kernels.lightning_indexer.select import select
+from pallas_kernels.lightning_indexer.two_stage import TwoStage, recall
+from pallas_kernels.lightning_indexer.two_stage import index_candidates as two_stage_candidates
 from pallas_kernels.lightning_indexer.validate import check_at_least, check_indexer, check_visibility
 from pallas_kernels.mxfp8 import Mxfp8
 
 __all__ = [
     "DEFAULT_BUDGET_BYTES",
     "Candidates",
+    "TwoStage",
     "best_candidates",
     "index_candidates",
     "index_scores",
     "lightning_indexer",
+    "recall",
+    "two_stage_recall",
 ]
 
 DEFAULT_BUDGET_BYTES = 256 * 2**20
@@ -47,6 +52,7 @@ def lightning_indexer(
     q_positions: Int[Array, "B T"],
     segment_ids: Int[Array, "B T"] | None = None,
     key_segment_ids: Int[Array, "B S"] | None = None,
+    two_stage: TwoStage | None = None,
     budget_bytes: int = DEFAULT_BUDGET_BYTES,
     implementation: Implementation | None = None,
 ) -> Int[Array, "B T {top_k}"]:
@@ -65,9 +71,12 @@ def lightning_indexer(
         q_positions: each query's own position among the keys; -1 marks a padding row, which selects nothing.
         segment_ids: ids of the queries' packed sequences, -1 for padding; without key_segment_ids T must equal S.
         key_segment_ids: those of the keys, where queries are only some of the tokens. None: the same.
+        two_stage: score only the keys of promising blocks, and with coarse="mean" miss some that belong (see `TwoStage`,
+            `two_stage_recall`). None: all keys.
         budget_bytes: bound on working memory; queries run in blocks that respect it.
-        implementation: "gpu" (NVIDIA Hopper), "xla", "reference", or None for the best one. "gpu" takes no notice of the
-            budget: it needs about 64 MiB, and padded copies of q and k where T or S isn't a multiple of 8.
+        implementation: "tpu", "gpu" (NVIDIA Hopper), "xla", "reference", or None for the best one. "gpu" takes no notice
+            of the budget: it needs about 64 MiB, and padded copies of q and k where T or S isn't a multiple of 8. "tpu"
+            needs none of it: scores stay on the chip.
 
     Returns:
         int32 positions, ascending, padded with -1 at the end where a query sees fewer than `top_k` keys.
@@ -86,11 +95,42 @@ def lightning_indexer(
     check_at_least(operation, 1, top_k=top_k, budget_bytes=budget_bytes)
     q_positions = q_positions.astype(jnp.int32)
 
+    two_stage = _useful(two_stage, k, top_k)
+
+    def tpu_obstacle() -> str | None:
+        if two_stage is not None:
+            return f"{operation} in two stages has no TPU kernel yet."
+        return tpu.obstacle(q, k, w, top_k, named=implementation is not None)
+
     def gpu_obstacle() -> str | None:
+        if two_stage is not None:
+            return f"{operation} in two stages has no GPU kernel yet."
         obstacle = gpu.obstacle(q, k, w, top_k, segment_ids is not None)
         return obstacle or (gpu.unproved(k) if implementation is None else None)
 
-    chosen = _choose(operation, implementation, gpu_obstacle)
+    chosen = _choose(operation, implementation, gpu_obstacle, two_stage, tpu_obstacle)
+    if two_stage is not None:
+        return two_stage_candidates(
+            q,
+            k,
+            w,
+            top_k=top_k,
+            q_positions=q_positions,
+            segment_ids=segment_ids,
+            key_segment_ids=key_segment_ids,
+            budget_bytes=budget_bytes,
+            settings=two_stage,
+        )[0]
+    if chosen == "tpu":
+        return tpu.lightning_indexer(
+            q,
+            k,
+            w,
+            top_k=top_k,
+            q_positions=q_positions,
+            segment_ids=segment_ids,
+            key_segment_ids=key_segment_ids,
+        )
     if chosen == "gpu":
         return gpu.lightning_indexer(q, k, w, top_k=top_k, q_positions=q_positions)
     if chosen == "reference":
@@ -122,6 +162,7 @@ def index_candidates(
     *,
     top_k: int,
     q_positions: Int[Array, "B T"],
+    two_stage: TwoStage | None = None,
     budget_bytes: int = DEFAULT_BUDGET_BYTES,
     implementation: Implementation | None = None,
 ) -> Candidates:
@@ -135,7 +176,22 @@ def index_candidates(
     check_visibility(operation, q_positions, None, q.shape[0], q.shape[1], k.shape[1])
     check_at_least(operation, 1, top_k=top_k, budget_bytes=budget_bytes)
     q_positions = q_positions.astype(jnp.int32)
-    if _choose(operation, implementation) == "reference":
+    two_stage = _useful(two_stage, k, top_k)
+    chosen = _choose(operation, implementation, None, two_stage)
+    if two_stage is not None:
+        found = two_stage_candidates(
+            q,
+            k,
+            w,
+            top_k=top_k,
+            q_positions=q_positions,
+            segment_ids=None,
+            key_segment_ids=None,
+            budget_bytes=budget_bytes,
+            settings=two_stage,
+        )
+        return Candidates(*found)
+    if chosen == "reference":
         return Candidates(*reference.index_candidates(q, k, w, top_k=top_k, q_positions=q_positions))
     return Candidates(*xla.index_candidates(q, k, w, top_k=top_k, q_positions=q_positions, budget_bytes=budget_bytes))
 
@@ -153,6 +209,39 @@ def best_candidates(scores: Float[Array, "B T C"], *, top_k: int) -> Bool[Array,
     """
     check_at_least("best_candidates", 1, top_k=top_k)
     return select(jax.lax.stop_gradient(scores), top_k).tile(jnp.int32(0), scores.shape[-1])
+
+
+def two_stage_recall(
+    q: Float[Array, "B T H K"] | Mxfp8,
+    k: Float[Array, "B S K"] | Mxfp8,
+    w: Float[Array, "B T H"],
+    *,
+    top_k: int,
+    q_positions: Int[Array, "B T"],
+    two_stage: TwoStage,
+    segment_ids: Int[Array, "B T"] | None = None,
+    key_segment_ids: Int[Array, "B S"] | None = None,
+    budget_bytes: int = DEFAULT_BUDGET_BYTES,
+) -> Float[Array, "B T"]:
+    """The part of each query's exact selection that two stages find; 1 for a query that sees no key.
+
+    Arguments and errors are those of `lightning_indexer`, which runs twice.
+    """
+
+    def selected(stage: TwoStage | None) -> jax.Array:
+        return lightning_indexer(
+            q,
+            k,
+            w,
+            top_k=top_k,
+            q_positions=q_positions,
+            segment_ids=segment_ids,
+            key_segment_ids=key_segment_ids,
+            two_stage=stage,
+            budget_bytes=budget_bytes,
+        )
+
+    return recall(selected(two_stage), selected(None))
 
 
 def index_scores(
@@ -189,16 +278,26 @@ def index_scores(
     )
 
 
+def _useful(two_stage: TwoStage | None, k: jax.Array | Mxfp8, top_k: int) -> TwoStage | None:
+    """None where a first stage would leave nothing out."""
+    return None if two_stage is None or two_stage.keeps_all(k.shape[1], top_k) else two_stage
+
+
 def _choose(
-    operation: str, implementation: Implementation | None, gpu_obstacle: Callable[[], str | None] | None = None
+    operation: str,
+    implementation: Implementation | None,
+    gpu_obstacle: Callable[[], str | None] | None = None,
+    two_stage: TwoStage | None = None,
+    tpu_obstacle: Callable[[], str | None] | None = None,
 ) -> Implementation:
+    definition = f"the reference of {operation} is the exact selection; leave two_stage out."
     return choose(
         operation,
         implementation,
         {
-            "tpu": lambda: f"{operation} has no TPU kernel yet.",
+            "tpu": tpu_obstacle or (lambda: f"{operation} has no TPU kernel yet."),
             "gpu": gpu_obstacle or (lambda: f"{operation} has no GPU kernel yet."),
             "xla": always,
-            "reference": always,
+            "reference": always if two_stage is None else lambda: definition,
         },
     ).name

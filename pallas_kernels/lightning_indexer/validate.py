@@ -5,10 +5,13 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.fp8_latent import Fp8Latent
 from pallas_kernels.mxfp8 import Mxfp8
 
 
-def check_shape(operation: str, name: str, array: jax.Array | Mxfp8, dims: str, sizes: Sequence[int | None]) -> None:
+def check_shape(
+    operation: str, name: str, array: jax.Array | Mxfp8 | Fp8Latent, dims: str, sizes: Sequence[int | None]
+) -> None:
     """Raises ValueError unless `array` has these sizes (None: any size of at least 1)."""
     legal = "[" + ", ".join("any" if size is None else str(size) for size in sizes) + "]"
     matches = array.ndim == len(sizes) and all(

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.dispatch import Implementation, always, choose
+from pallas_kernels.dispatch import Implementation, UnsupportedImplementationError, always, choose
 from pallas_kernels.fp8_latent import Fp8Latent
+from pallas_kernels.lightning_indexer.two_stage import TwoStage
 from pallas_kernels.lightning_indexer.validate import (
     check_at_least,
     check_floating,
@@ -19,7 +20,8 @@ from pallas_kernels.lightning_indexer.validate import (
     check_visibility,
 )
 from pallas_kernels.manual_axes import align
-from pallas_kernels.sparse_mla import dense, gpu, gpu_dsa, kl, reference, xla
+from pallas_kernels.mxfp8 import Mxfp8
+from pallas_kernels.sparse_mla import dense, gpu, gpu_dsa, kl, reference, tpu, xla
 from pallas_kernels.target import platform
 
 __all__ = [
@@ -61,8 +63,9 @@ def sparse_mla(
         latent_width: L, the leading channels of the latent that are the value.
         scale: multiplies the scores, (N + R) ** -0.5 in the Kimi models.
         budget_bytes: bound on working memory; None: `default_budget_bytes()`.
-        implementation: "gpu" (NVIDIA Hopper, the Kimi models' widths, bfloat16; by name only), "xla", "reference", or None
-            for the best one.
+        implementation: "gpu" (NVIDIA Hopper, the Kimi models' widths, bfloat16), "tpu" (values in multiples
+            of 128 channels, a cache of a multiple of 32 rows, float32, bfloat16 or FP8), "xla", "reference", or None for
+            the best one.
 
     Returns:
         o in the dtype of `q`, and the natural log-sum-exp of the scaled scores, float32 or better. A query without keys
@@ -90,10 +93,13 @@ def sparse_mla(
     chosen = _choose(
         operation,
         implementation,
-        lambda: gpu.obstacle(q.shape[3], q.dtype, latent, latent_width) or _by_name(implementation),
+        lambda: gpu.obstacle(q.shape[3], q.dtype, latent, latent_width),
+        lambda: tpu.obstacle(q.shape, q.dtype, latent, latent_width, named=implementation == "tpu"),
     )
     if chosen == "reference":
         return reference.sparse_mla(q, latent, indices, latent_width=latent_width, scale=scale)
+    if chosen == "tpu":
+        return tpu.sparse_mla(q, latent, indices, latent_width, scale, budget_bytes)
     if chosen == "gpu":
         return gpu.sparse_mla(q, latent, indices, latent_width, scale, budget_bytes)
     return xla.sparse_mla(q, latent, indices, latent_width=latent_width, scale=scale, budget_bytes=budget_bytes)
@@ -164,7 +170,7 @@ def paged_sparse_mla(
 
 def latent_mla(
     q: Float[Array, "B T H LR"],
-    latent: Float[Array, "B S LR"],
+    latent: Float[Array, "B S LR"] | Fp8Latent,
     *,
     q_positions: Int[Array, "B T"],
     latent_width: int,
@@ -179,7 +185,7 @@ def latent_mla(
 
     Args:
         q: queries with the key projection absorbed: [latent part | rope slot].
-        latent: the cache, [normed latent | shared rope slot]; rows that nobody sees may hold anything.
+        latent: the cache, [normed latent | shared rope slot], also in FP8; rows that nobody sees may hold anything.
         q_positions: the last key that each query sees; -1: none.
         latent_width: L, the leading channels of the latent that are the value.
         scale: multiplies the scores, (N + R) ** -0.5 in the Kimi models.
@@ -198,8 +204,8 @@ def latent_mla(
     operation = "latent_mla"
     budget_bytes = default_budget_bytes() if budget_bytes is None else budget_bytes
     check_shape(operation, "q", q, "[B, T, H, L + R]", (None, None, None, None))
-    check_shape(operation, "latent", latent, "[B, S, L + R]", (q.shape[0], None, q.shape[3]))
-    check_floating(operation, q=q, latent=latent)
+    _check_latent(operation, latent, "[B, S, L + R]", (q.shape[0], None, q.shape[3]), latent_width)
+    check_floating(operation, q=q)
     check_visibility(operation, q_positions, None, q.shape[0], q.shape[1], latent.shape[1])
     check_at_least(operation, 1, latent_width=latent_width, budget_bytes=budget_bytes)
     check_scale(operation, scale)
@@ -214,11 +220,11 @@ def latent_mla(
 
 
 def dsa_mla(
-    index_q: Float[Array, "B T HI KI"],
-    index_k: Float[Array, "B S KI"],
+    index_q: Float[Array, "B T HI KI"] | Mxfp8,
+    index_k: Float[Array, "B S KI"] | Mxfp8,
     index_w: Float[Array, "B T HI"],
     q: Float[Array, "B T H NR"],
-    latent: Float[Array, "B S LR"],
+    latent: Float[Array, "B S LR"] | Fp8Latent,
     w_uk: Float[Array, "H N L"],
     w_uv: Float[Array, "H V L"],
     *,
@@ -228,6 +234,7 @@ def dsa_mla(
     key_segment_ids: Int[Array, "B S"] | None = None,
     scale: float,
     form: Literal["gather", "mask"] | None = None,
+    two_stage: TwoStage | None = None,
     budget_bytes: int | None = None,
     return_indices: bool = False,
     implementation: Implementation | None = None,
@@ -240,11 +247,12 @@ def dsa_mla(
     the index arguments get zero.
 
     Args:
-        index_q: index queries.
-        index_k: index keys.
+        index_q: index queries, also in MXFP8.
+        index_k: index keys, also in MXFP8.
         index_w: index head weights, float32 or float64.
         q: queries, [nope | rope slot], not absorbed.
-        latent: the cache, [normed latent | shared rope slot]. Rows that nobody sees may hold anything.
+        latent: the cache, [normed latent | shared rope slot]. Rows that nobody sees may hold anything. FP8 latents are
+            dequantised a tile or the selected rows at a time, to the dtype of `q`, and are constants.
         w_uk: key projection of each head.
         w_uv: value projection of each head.
         top_k: number of keys a query attends at most.
@@ -255,10 +263,11 @@ def dsa_mla(
         scale: multiplies the scores, (N + R) ** -0.5 in the Kimi models.
         form: "gather" attends copies of the selected rows, "mask" attends all keys and drops those not selected, which
             is faster for few heads while S is a few times top_k; None chooses. Both attend the same keys.
+        two_stage: of the selection (see `lightning_indexer`); goes with form="gather" only, which it then chooses.
         budget_bytes: bound on working memory beyond arguments and results; None: `default_budget_bytes()`. The
             smallest block is one query of every batch row.
         return_indices: also return the selection.
-        implementation: "gpu" (NVIDIA Hopper: `lightning_indexer`, then the kernel of `sparse_mla`; by name only), "xla",
+        implementation: "gpu" (NVIDIA Hopper: `lightning_indexer`, then the kernel of `sparse_mla`), "xla",
             "reference", or None for the best one.
 
     Returns:
@@ -280,6 +289,11 @@ def dsa_mla(
     check_shape(operation, "latent", latent, "[B, S, L + R]", (*index_k.shape[:2], latent.shape[2]))
     check_at_least(operation, 1, top_k=top_k, budget_bytes=budget_bytes)
     _check_form(operation, form, ("gather", "mask"))
+    if two_stage is not None and form == "mask":
+        raise ValueError(
+            f"{operation}: form='mask' with two_stage; it must be 'gather' or None, for scores of all keys "
+            "don't exist then."
+        )
     q_positions = q_positions.astype(jnp.int32)
     indices: jax.Array | None
     segmented = segment_ids is not None or key_segment_ids is not None
@@ -287,8 +301,8 @@ def dsa_mla(
         operation,
         implementation,
         lambda: (
-            gpu_dsa.obstacle(index_q, index_k, index_w, q, latent, w_uk, top_k=top_k, segmented=segmented, form=form)
-            or _by_name(implementation)
+            _no_two_stage(operation, two_stage)
+            or gpu_dsa.obstacle(index_q, index_k, index_w, q, latent, w_uk, top_k=top_k, segmented=segmented, form=form)
         ),
     )
     if chosen == "gpu":
@@ -303,6 +317,8 @@ def dsa_mla(
             return_indices=return_indices,
         )
     elif chosen == "reference":
+        if two_stage is not None:
+            raise UnsupportedImplementationError(f"the reference of {operation} is exact; leave two_stage out.")
         out, indices = reference.dsa_mla(
             index_q,
             index_k,
@@ -332,6 +348,7 @@ def dsa_mla(
             key_segment_ids=key_segment_ids,
             scale=scale,
             form=form,
+            two_stage=two_stage,
             budget_bytes=budget_bytes,
             return_indices=return_indices,
         )
@@ -340,7 +357,7 @@ def dsa_mla(
 
 def dense_mla(
     q: Float[Array, "B T H NR"],
-    latent: Float[Array, "B S LR"],
+    latent: Float[Array, "B S LR"] | Fp8Latent,
     w_uk: Float[Array, "H N L"],
     w_uv: Float[Array, "H V L"],
     *,
@@ -359,7 +376,8 @@ def dense_mla(
 
     Args:
         q: queries, [nope | rope slot].
-        latent: the cache, [normed latent | shared rope slot].
+        latent: the cache, [normed latent | shared rope slot], also in FP8: dequantised a block at a time to the dtype of
+            `q`, and a constant.
         w_uk: key projection of each head.
         w_uv: value projection of each head.
         q_positions: each query's own position among the keys; -1 marks a padding row, whose output is 0.
@@ -494,7 +512,7 @@ def indexer_kl(
 def _check_mla(
     operation: str,
     q: jax.Array,
-    latent: jax.Array,
+    latent: jax.Array | Fp8Latent,
     w_uk: jax.Array,
     w_uv: jax.Array,
     q_positions: jax.Array,
@@ -510,7 +528,7 @@ def _check_mla(
 def _check_keys(
     operation: str,
     q: jax.Array,
-    latent: jax.Array,
+    latent: jax.Array | Fp8Latent,
     w_uk: jax.Array,
     q_positions: jax.Array,
     segment_ids: jax.Array | None,
@@ -518,9 +536,9 @@ def _check_keys(
     scale: float,
 ) -> None:
     check_shape(operation, "q", q, "[B, T, H, N + R]", (None, None, None, None))
-    check_shape(operation, "latent", latent, "[B, S, L + R]", (q.shape[0], None, None))
     check_shape(operation, "w_uk", w_uk, "[H, N, L]", (q.shape[2], None, None))
-    check_floating(operation, q=q, latent=latent, w_uk=w_uk)
+    _check_latent(operation, latent, "[B, S, L + R]", (q.shape[0], None, None), w_uk.shape[2])
+    check_floating(operation, q=q, w_uk=w_uk)
     query_slot, key_slot = q.shape[3] - w_uk.shape[1], latent.shape[2] - w_uk.shape[2]
     if query_slot != key_slot or query_slot < 0:
         raise ValueError(
@@ -558,21 +576,21 @@ def _check_latent(
         )
 
 
-def _by_name(implementation: Implementation | None) -> str | None:
-    # On the card sums that exist were never rescaled, no keys were split, and the whole was compared with nothing.
-    return (
-        None if implementation == "gpu" else "the Hopper kernel hasn't shown all that it does on a card yet; name it."
-    )
+def _no_two_stage(operation: str, two_stage: TwoStage | None) -> str | None:
+    return None if two_stage is None else f"{operation} in two stages has no GPU kernel yet."
 
 
 def _choose(
-    operation: str, implementation: Implementation | None, no_gpu: Callable[[], str | None] | None = None
+    operation: str,
+    implementation: Implementation | None,
+    no_gpu: Callable[[], str | None] | None = None,
+    no_tpu: Callable[[], str | None] | None = None,
 ) -> Implementation:
     return choose(
         operation,
         implementation,
         {
-            "tpu": lambda: f"{operation} has no TPU kernel yet.",
+            "tpu": no_tpu or (lambda: f"{operation} has no TPU kernel yet."),
             "gpu": no_gpu or (lambda: f"{operation} has no GPU kernel yet."),
             "xla": always,
             "reference": always,

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.fp8_latent import Fp8Latent
 from pallas_kernels.precision import einsum
 from pallas_kernels.sparse_mla.attend import Mask, Settings, attend_tiles
 from pallas_kernels.target import platform
@@ -35,6 +36,6 @@ def expand(o: jax.Array, w_uv: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return einsum("bthl,hvl->bthv", o.astype(dtype), w_uv, out=dtype)
 
 
-def attend_latent(settings: Settings, q: jax.Array, latent: jax.Array, mask: Mask) -> jax.Array:
+def attend_latent(settings: Settings, q: jax.Array, latent: jax.Array | Fp8Latent, mask: Mask) -> jax.Array:
     """Absorbed attention over all keys; every head shares the latent."""
     return attend_tiles(settings, q[:, None], latent, None, mask)[:, 0]

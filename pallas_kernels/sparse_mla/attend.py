@@ -38,24 +38,25 @@ class Settings(NamedTuple):
 def _attend_tiles(
     settings: Settings,
     q: Float[Array, "B G T M K"],
-    k: Float[Array, "B S G K"] | Float[Array, "B S K"],
+    k: Float[Array, "B S G K"] | Float[Array, "B S K"] | Fp8Latent,
     v: Float[Array, "B S G V"] | None,
     mask: Mask,
 ) -> Float[Array, "B G T M V"]:
     """Softmax attention of M query heads per key head G, a tile of keys at a time, up to the last visible tile.
 
     Keys without an axis G are one head (a unit axis would make XLA copy the whole cache into another layout). `v` None
-    takes the first `value_width` channels of `k`. The result is float32 or better, 0 for a row without keys. Reverse
-    mode recomputes the probabilities of a tile from the log-sum-exp and keeps none.
+    takes the first `value_width` channels of `k`. FP8 latents are dequantised a tile at a time, and are constants. The
+    result is float32 or better, 0 for a row without keys. Reverse mode recomputes the probabilities of a tile from the
+    log-sum-exp and keeps none.
     """
     return _attend_forward(settings, q, k, v, mask)[0]
 
 
 def attend_with_lse(
-    settings: Settings, q: jax.Array, k: jax.Array, v: jax.Array | None, mask: Mask
+    settings: Settings, q: jax.Array, k: jax.Array | Fp8Latent, v: jax.Array | None, mask: Mask
 ) -> tuple[jax.Array, jax.Array]:
     """`attend_tiles` that also returns the log-sum-exp [B, G, T, M], -inf for a row without keys; without gradient."""
-    dtype = at_least_float32(q, k)
+    dtype = sum_dtype(q, k)
 
     def step(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         top, total, acc = carry
@@ -76,7 +77,7 @@ def attend_with_lse(
 
 
 def _attend_forward(
-    settings: Settings, q: jax.Array, k: jax.Array, v: jax.Array | None, mask: Mask
+    settings: Settings, q: jax.Array, k: jax.Array | Fp8Latent, v: jax.Array | None, mask: Mask
 ) -> tuple[jax.Array, tuple]:
     o, lse = attend_with_lse(settings, q, k, v, mask)
     lse = jnp.where(lse == -jnp.inf, 0, lse)  # a row without keys meets scores of -inf only
@@ -88,8 +89,9 @@ def _attend_backward(settings: Settings, saved: tuple, do: jax.Array) -> tuple:
     dtype = o.dtype
     delta = jnp.sum(do * o, axis=-1)
     do = do.astype(q.dtype)
+    constant = isinstance(k, Fp8Latent)
 
-    def step(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def step(i: jax.Array, carry: tuple) -> tuple:
         dq, dk, dv = carry
         start, scores, values, keys = _tile(settings, q, k, v, mask, i)
         p = jnp.exp(scores - lse[..., None])
@@ -97,13 +99,19 @@ def _attend_backward(settings: Settings, saved: tuple, do: jax.Array) -> tuple:
         ds = jnp.where(p == 0, 0, p * (dp - delta[..., None])) * settings.scale
         ds = ds.astype(q.dtype)
         dq += einsum("bgtms,bsgk->bgtmk", ds, keys)
+        if constant:
+            return dq, None, None
         dk = _add(dk, einsum("bgtms,bgtmk->bsgk", ds, q), start)
         dv = _add(dv, einsum("bgtms,bgtmv->bsgv", p.astype(q.dtype), do), start)
         return dq, dk, dv
 
-    zeros = jnp.zeros(q.shape, dtype), jnp.zeros(k.shape, dtype), jnp.zeros((*k.shape[:-1], do.shape[-1]), dtype)
+    zeros: tuple = jnp.zeros(q.shape, dtype), None, None
+    if not constant:
+        zeros = zeros[0], jnp.zeros(k.shape, dtype), jnp.zeros((*k.shape[:-1], do.shape[-1]), dtype)
     with jax.named_scope(f"tiles_of_{settings.tile}_keys"):
         dq, dk, dv = jax.lax.fori_loop(0, _num_tiles(settings, k, mask), step, zeros)
+    if constant:
+        return dq.astype(q.dtype), None, None, None
     if v is None:
         dk = dk.at[..., : settings.value_width].add(dv)
         return dq.astype(q.dtype), dk.astype(k.dtype), None, None
@@ -114,13 +122,35 @@ attend_tiles = jax.custom_vjp(_attend_tiles, nondiff_argnums=(0,))
 attend_tiles.defvjp(_attend_forward, _attend_backward)
 
 
-def _num_tiles(settings: Settings, k: jax.Array, mask: Mask) -> jax.Array:
+def sum_dtype(q: jax.Array, latent: jax.Array | Fp8Latent) -> jnp.dtype:
+    """In which products with a latent are summed: float32 or better."""
+    return at_least_float32(q) if isinstance(latent, Fp8Latent) else at_least_float32(q, latent)
+
+
+def dequantized(latent: jax.Array | Fp8Latent, dtype: DTypeLike) -> jax.Array:
+    """FP8 latents in `dtype`; others as they are."""
+    return latent.dequantize(dtype) if isinstance(latent, Fp8Latent) else latent
+
+
+def constant_apart(latent: jax.Array | Fp8Latent) -> tuple[jax.Array | None, Fp8Latent | None]:
+    """A latent as (what is differentiated by, what is not): one of them is None."""
+    return (None, latent) if isinstance(latent, Fp8Latent) else (latent, None)
+
+
+def together(latent: jax.Array | None, constant: Fp8Latent | None) -> jax.Array | Fp8Latent:
+    """The latent that `constant_apart` was given."""
+    found = constant if latent is None else latent
+    assert found is not None
+    return found
+
+
+def _num_tiles(settings: Settings, k: jax.Array | Fp8Latent, mask: Mask) -> jax.Array:
     tile = min(settings.tile, k.shape[1])
     return (mask.visibility.end(k.shape[1]) + tile - 1) // tile
 
 
 def _tile(
-    settings: Settings, q: jax.Array, k: jax.Array, v: jax.Array | None, mask: Mask, i: jax.Array
+    settings: Settings, q: jax.Array, k: jax.Array | Fp8Latent, v: jax.Array | None, mask: Mask, i: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Start, scores (-inf where masked), values and keys of tile i.
 
@@ -131,7 +161,8 @@ def _tile(
     k, v = pinned((k, v), i)
     size = min(settings.tile, num_keys)
     start = jnp.minimum(i * size, num_keys - size)
-    keys = _heads(jax.lax.dynamic_slice_in_dim(k, start, size, axis=1))
+    part = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, axis=1), k)
+    keys = _heads(dequantized(part, q.dtype))
     values = keys[..., : settings.value_width] if v is None else jax.lax.dynamic_slice_in_dim(v, start, size, axis=1)
     scores = einsum("bgtmk,bsgk->bgtms", q, keys) * settings.scale
     fresh = start + jnp.arange(size) >= i * size  # the last tile overlaps its predecessor
@@ -244,5 +275,5 @@ def gather_rows(
     stored = latent.packed if isinstance(latent, Fp8Latent) else latent
     rows = jax.vmap(lambda rows, chosen: rows[chosen])(stored, jnp.where(valid, indices, 0))
     if isinstance(latent, Fp8Latent):
-        rows = replace(latent, packed=rows).dequantize(dtype)
+        rows = dequantized(replace(latent, packed=rows), dtype)
     return jnp.where(valid[..., None], rows, 0), valid

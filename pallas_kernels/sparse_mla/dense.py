@@ -7,17 +7,27 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.fp8_latent import Fp8Latent
 from pallas_kernels.lightning_indexer.blocks import Plan, in_blocks, plan
 from pallas_kernels.lightning_indexer.visibility import Visibility
-from pallas_kernels.precision import at_least_float32, einsum
+from pallas_kernels.precision import einsum
 from pallas_kernels.sparse_mla.absorbed import absorb, attend_latent, expand, key_tile, product_rows
-from pallas_kernels.sparse_mla.attend import Mask, Settings, attend_tiles, attend_with_lse
+from pallas_kernels.sparse_mla.attend import (
+    Mask,
+    Settings,
+    attend_tiles,
+    attend_with_lse,
+    constant_apart,
+    dequantized,
+    sum_dtype,
+    together,
+)
 
 
 @partial(jax.jit, static_argnames=("scale", "form", "budget_bytes"))
 def dense_mla(
     q: Float[Array, "B T H Q"],
-    latent: Float[Array, "B S R"],
+    latent: Float[Array, "B S R"] | Fp8Latent,
     w_uk: Float[Array, "H N L"],
     w_uv: Float[Array, "H V L"],
     *,
@@ -47,7 +57,7 @@ def dense_mla(
 @partial(jax.jit, static_argnames=("latent_width", "scale", "budget_bytes"))
 def latent_mla(
     q: Float[Array, "B T H K"],
-    latent: Float[Array, "B S K"],
+    latent: Float[Array, "B S K"] | Fp8Latent,
     *,
     q_positions: Int[Array, "B T"],
     latent_width: int,
@@ -56,43 +66,52 @@ def latent_mla(
 ) -> tuple[Float[Array, "B T H L"], Float[Array, "B T H"]]:
     """Attention of absorbed queries over every visible key, with its log-sum-exp."""
     batch, queries, heads, width = q.shape
-    item = at_least_float32(q, latent).itemsize
+    item = sum_dtype(q, latent).itemsize
     tile = key_tile(latent.shape[1], batch * width * item, budget_bytes)
     row = heads * (width + 3 * latent_width + 3 * tile) * item
     blocks = plan(1, queries, fits=budget_bytes // (2 * batch * row), wanted=max(16, product_rows() // heads))
     settings = Settings(scale, tile, latent_width)
 
-    def block(sliced: jax.Array, keys: jax.Array, constants: Any) -> tuple[jax.Array, jax.Array]:
+    def block(sliced: jax.Array, keys: jax.Array | None, constants: Any) -> tuple[jax.Array, jax.Array]:
         mask = Mask(Visibility(constants[0]))
-        o, lse = attend_with_lse(settings, sliced[:, None], keys, None, mask)
+        o, lse = attend_with_lse(settings, sliced[:, None], together(keys, constants[1]), None, mask)
         return o[:, 0].astype(sliced.dtype), lse[:, 0]
 
-    return in_blocks(block, blocks, q, latent, (q_positions, ()))
+    differentiable, constant = constant_apart(latent)
+    return in_blocks(block, blocks, q, differentiable, (q_positions, constant))
 
 
 def _dense_absorbed(
-    q: jax.Array, latent: jax.Array, w_uk: jax.Array, w_uv: jax.Array, constants: Any, scale: float, budget_bytes: int
+    q: jax.Array,
+    latent: jax.Array | Fp8Latent,
+    w_uk: jax.Array,
+    w_uv: jax.Array,
+    constants: Any,
+    scale: float,
+    budget_bytes: int,
 ) -> jax.Array:
     batch, queries, heads, _ = q.shape
     width = w_uk.shape[2]
-    item = at_least_float32(q, latent).itemsize
+    item = sum_dtype(q, latent).itemsize
     tile = key_tile(latent.shape[1], batch * latent.shape[2] * item, budget_bytes)
     row = heads * (latent.shape[2] + 3 * width + 3 * tile) * item
     blocks = plan(1, queries, fits=budget_bytes // (2 * batch * row), wanted=max(16, product_rows() // heads))
     settings = Settings(scale, tile, width)
 
     def block(sliced: jax.Array, shared: tuple, constants: Any) -> jax.Array:
-        (positions, segments), key_segments = constants
+        (positions, segments), (key_segments, fixed) = constants
         keys, up_k, up_v = shared
         mask = Mask(Visibility(positions, segments, key_segments))
-        return expand(attend_latent(settings, absorb(sliced, up_k), keys, mask), up_v, sliced.dtype)
+        return expand(attend_latent(settings, absorb(sliced, up_k), together(keys, fixed), mask), up_v, sliced.dtype)
 
-    return in_blocks(block, blocks, q, (latent, w_uk, w_uv), constants)
+    rows, key_segments = constants
+    differentiable, constant = constant_apart(latent)
+    return in_blocks(block, blocks, q, (differentiable, w_uk, w_uv), (rows, (key_segments, constant)))
 
 
 def _dense_naive(
     q: jax.Array,
-    latent: jax.Array,
+    latent: jax.Array | Fp8Latent,
     w_uk: jax.Array,
     w_uv: jax.Array,
     constants: Any,
@@ -103,7 +122,7 @@ def _dense_naive(
     batch, queries, heads, width = q.shape
     nope, value_width = w_uk.shape[1], w_uv.shape[1]
     size = heads // groups
-    item = at_least_float32(q, latent).itemsize
+    item = sum_dtype(q, latent).itemsize
     tile = key_tile(latent.shape[1], batch * size * (width + value_width) * item, budget_bytes // 4)
     row = size * (2 * width + 3 * value_width + 3 * tile) * item
     blocks = plan(1, queries, fits=budget_bytes // (4 * batch * row), wanted=product_rows() // 4)
@@ -121,10 +140,11 @@ def _dense_naive(
     split = (size, groups) if size > 1 else (groups,)
     expanding = plan(1, latent.shape[1], fits=budget_bytes // (8 * batch * row), wanted=product_rows())
 
-    def expand_keys(sliced: jax.Array, shared: tuple, _: Any) -> tuple[jax.Array, jax.Array]:
+    def expand_keys(sliced: jax.Array | None, shared: tuple, fixed: Any) -> tuple[jax.Array, jax.Array]:
         up_k, up_v = shared
-        sound = jnp.isfinite(sliced)
-        content, slot = jnp.split(jnp.where(sound, sliced, 0), [up_k.shape[2]], axis=2)
+        rows = dequantized(together(sliced, fixed[0]), q.dtype)
+        sound = jnp.isfinite(rows)
+        content, slot = jnp.split(jnp.where(sound, rows, 0), [up_k.shape[2]], axis=2)
         keys = einsum("bsl,hnl->bshn", content, up_k, out=q.dtype)
         slot = jnp.broadcast_to(slot[:, :, None], (*keys.shape[:3], slot.shape[2])).astype(q.dtype)
         keys = jnp.concatenate([keys, slot], axis=-1)
@@ -132,11 +152,12 @@ def _dense_naive(
         keys = jnp.where(jnp.all(sound, axis=2)[:, :, None, None], keys, jnp.nan)
         return keys, einsum("bsl,hvl->bshv", content, up_v, out=q.dtype)
 
-    def group(sliced: tuple, shared: jax.Array, constants: Any) -> jax.Array:
+    def group(sliced: tuple, shared: jax.Array | None, constants: Any) -> jax.Array:
         group_q, up_k, up_v = sliced
+        of_queries, fixed = constants[1]
         weights = up_k.reshape(size, nope, -1), up_v.reshape(size, value_width, -1)
-        expanded = in_blocks(expand_keys, expanding, shared, weights, ((), ()))
-        o = in_blocks(block, blocks, group_q.reshape(batch, queries, size, width), expanded, constants[1])
+        expanded = in_blocks(expand_keys, expanding, shared, weights, (fixed, ()))
+        o = in_blocks(block, blocks, group_q.reshape(batch, queries, size, width), expanded, of_queries)
         return o.reshape(batch, queries, *split[:-1], 1, value_width)
 
     sliced = (
@@ -144,18 +165,22 @@ def _dense_naive(
         w_uk.reshape(1, 1, *split, *w_uk.shape[1:]),
         w_uv.reshape(1, 1, *split, *w_uv.shape[1:]),
     )
-    o = in_blocks(group, Plan(axis=1 + len(split), size=1, length=groups), sliced, latent, ((), constants))
+    by_group = Plan(axis=1 + len(split), size=1, length=groups)
+    differentiable, constant = constant_apart(latent)
+    o = in_blocks(group, by_group, sliced, differentiable, ((), (constants, constant)))
     return o.reshape(batch, queries, heads, value_width)
 
 
-def _expanded_bytes(q: jax.Array, latent: jax.Array, w_uk: jax.Array, w_uv: jax.Array) -> int:
+def _expanded_bytes(q: jax.Array, latent: jax.Array | Fp8Latent, w_uk: jax.Array, w_uv: jax.Array) -> int:
     """Keys and values of one head, the accumulator they are rounded from, and the head's queries and outputs."""
     (batch, queries, _, width), num_keys, nope, values = q.shape, latent.shape[1], w_uk.shape[1], w_uv.shape[1]
     rounded = (num_keys + queries) * (width + values) * q.dtype.itemsize
-    return batch * (rounded + num_keys * max(nope, values) * at_least_float32(q, latent).itemsize)
+    return batch * (rounded + num_keys * max(nope, values) * sum_dtype(q, latent).itemsize)
 
 
-def _head_groups(q: jax.Array, latent: jax.Array, w_uk: jax.Array, w_uv: jax.Array, budget_bytes: int) -> int | None:
+def _head_groups(
+    q: jax.Array, latent: jax.Array | Fp8Latent, w_uk: jax.Array, w_uv: jax.Array, budget_bytes: int
+) -> int | None:
     """The fewest equal groups of heads whose expanded keys and values leave a quarter of the budget free."""
     heads, one = q.shape[2], _expanded_bytes(q, latent, w_uk, w_uv)
     for groups in range(1, heads + 1):
@@ -164,7 +189,7 @@ def _head_groups(q: jax.Array, latent: jax.Array, w_uk: jax.Array, w_uv: jax.Arr
     return None
 
 
-def _naive_is_cheaper(q: jax.Array, latent: jax.Array, w_uk: jax.Array, w_uv: jax.Array) -> bool:
+def _naive_is_cheaper(q: jax.Array, latent: jax.Array | Fp8Latent, w_uk: jax.Array, w_uv: jax.Array) -> bool:
     """Multiplications per head: expansion of every key against the wider products of the absorbed form."""
     queries, num_keys, (_, nope, width), values = q.shape[1], latent.shape[1], w_uk.shape, w_uv.shape[1]
     naive = num_keys * width * (nope + values) + queries * num_keys * (q.shape[3] + values)

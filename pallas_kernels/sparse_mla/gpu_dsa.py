@@ -6,18 +6,21 @@ from typing import Any, Literal
 import jax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.fp8_latent import Fp8Latent
 from pallas_kernels.lightning_indexer import lightning_indexer
 from pallas_kernels.lightning_indexer.blocks import in_blocks, plan
+from pallas_kernels.mxfp8 import Mxfp8
 from pallas_kernels.sparse_mla import gpu
 from pallas_kernels.sparse_mla.absorbed import absorb, expand
+from pallas_kernels.sparse_mla.attend import constant_apart, together
 
 
 def obstacle(
-    index_q: Float[Array, "B T I K"],
-    index_k: Float[Array, "B S K"],
+    index_q: Float[Array, "B T I K"] | Mxfp8,
+    index_k: Float[Array, "B S K"] | Mxfp8,
     index_w: Float[Array, "B T I"],
     q: Float[Array, "B T H Q"],
-    latent: Float[Array, "B S R"],
+    latent: Float[Array, "B S R"] | Fp8Latent,
     w_uk: Float[Array, "H N L"],
     *,
     top_k: int,
@@ -35,11 +38,11 @@ def obstacle(
 
 @partial(jax.jit, static_argnames=("top_k", "scale", "budget_bytes", "return_indices"))
 def dsa_mla(
-    index_q: Float[Array, "B T I K"],
-    index_k: Float[Array, "B S K"],
+    index_q: Float[Array, "B T I K"] | Mxfp8,
+    index_k: Float[Array, "B S K"] | Mxfp8,
     index_w: Float[Array, "B T I"],
     q: Float[Array, "B T H Q"],
-    latent: Float[Array, "B S R"],
+    latent: Float[Array, "B S R"] | Fp8Latent,
     w_uk: Float[Array, "H N L"],
     w_uv: Float[Array, "H V L"],
     *,
@@ -71,9 +74,11 @@ def dsa_mla(
 
     def block(sliced: jax.Array, shared: tuple, constants: Any) -> tuple[jax.Array, None]:
         keys, up_k, up_v = shared
-        ((chosen,), _) = constants
+        ((chosen,), fixed) = constants
+        keys = together(keys, fixed)
         attended: Any = gpu.sparse_mla(absorb(sliced, up_k), keys, chosen, width, scale, budget_bytes // 2)
         return expand(attended[0], up_v, sliced.dtype), None
 
-    out, _ = in_blocks(block, blocks, q, (latent, w_uk, w_uv), ((indices,), ()))
+    differentiable, constant = constant_apart(latent)
+    out, _ = in_blocks(block, blocks, q, (differentiable, w_uk, w_uv), ((indices,), constant))
     return out, indices if return_indices else None

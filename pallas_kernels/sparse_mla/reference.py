@@ -7,7 +7,9 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.fp8_latent import Fp8Latent
 from pallas_kernels.lightning_indexer.reference import lightning_indexer
 from pallas_kernels.lightning_indexer.visibility import visible_keys
+from pallas_kernels.mxfp8 import Mxfp8
 from pallas_kernels.precision import at_least_float32, einsum
+from pallas_kernels.sparse_mla.attend import dequantized
 
 
 def sparse_mla(
@@ -19,8 +21,7 @@ def sparse_mla(
     scale: float,
 ) -> tuple[Float[Array, "B T H L"], Float[Array, "B T H"]]:
     """Attention over given rows of the latent cache, absorbed form."""
-    if isinstance(latent, Fp8Latent):
-        latent = latent.dequantize(q.dtype)
+    latent = dequantized(latent, q.dtype)
     dtype = at_least_float32(q, latent)
     valid = (indices >= 0) & (indices < latent.shape[1])
     rows = jax.vmap(lambda cache, chosen: cache[chosen])(latent, jnp.where(valid, indices, 0))
@@ -31,11 +32,11 @@ def sparse_mla(
 
 
 def dsa_mla(
-    index_q: Float[Array, "B T I K"],
-    index_k: Float[Array, "B S K"],
+    index_q: Float[Array, "B T I K"] | Mxfp8,
+    index_k: Float[Array, "B S K"] | Mxfp8,
     index_w: Float[Array, "B T I"],
     q: Float[Array, "B T H Q"],
-    latent: Float[Array, "B S R"],
+    latent: Float[Array, "B S R"] | Fp8Latent,
     w_uk: Float[Array, "H N L"],
     w_uv: Float[Array, "H V L"],
     *,
@@ -55,13 +56,14 @@ def dsa_mla(
         segment_ids=segment_ids,
         key_segment_ids=key_segment_ids,
     )
+    latent = dequantized(latent, q.dtype)
     selected = jnp.any(indices[..., None] == jnp.arange(latent.shape[1]), axis=2)
     return _masked_mla(q, latent, w_uk, w_uv, selected, scale), indices
 
 
 def dense_mla(
     q: Float[Array, "B T H Q"],
-    latent: Float[Array, "B S R"],
+    latent: Float[Array, "B S R"] | Fp8Latent,
     w_uk: Float[Array, "H N L"],
     w_uv: Float[Array, "H V L"],
     *,
@@ -71,19 +73,21 @@ def dense_mla(
     scale: float,
 ) -> Float[Array, "B T H V"]:
     """Attention over every visible key."""
+    latent = dequantized(latent, q.dtype)
     visible = visible_keys(q_positions, jnp.arange(latent.shape[1]), segment_ids, key_segment_ids)
     return _masked_mla(q, latent, w_uk, w_uv, visible, scale)
 
 
 def latent_mla(
     q: Float[Array, "B T H K"],
-    latent: Float[Array, "B S K"],
+    latent: Float[Array, "B S K"] | Fp8Latent,
     *,
     q_positions: Int[Array, "B T"],
     latent_width: int,
     scale: float,
 ) -> tuple[Float[Array, "B T H L"], Float[Array, "B T H"]]:
     """Attention of absorbed queries over every visible key, with its log-sum-exp."""
+    latent = dequantized(latent, q.dtype)
     dtype = at_least_float32(q, latent)
     visible = visible_keys(q_positions, jnp.arange(latent.shape[1]))
     latent = jnp.where(jnp.any(visible, axis=1)[..., None], latent, 0).astype(dtype)  # unwritten rows may hold NaN

@@ -10,11 +10,12 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.fp8_latent import Fp8Latent
 from pallas_kernels.lightning_indexer.blocks import in_blocks, plan
 from pallas_kernels.lightning_indexer.select import select_block, selected_indices
+from pallas_kernels.lightning_indexer.two_stage import Stage, TwoStage
 from pallas_kernels.lightning_indexer.visibility import Visibility
 from pallas_kernels.lightning_indexer.xla import lightning_indexer, score_tile, scoring_bytes
-from pallas_kernels.precision import at_least_float32
+from pallas_kernels.mxfp8 import Mxfp8
 from pallas_kernels.sparse_mla.absorbed import absorb, attend_latent, expand, key_tile, product_rows
-from pallas_kernels.sparse_mla.attend import Mask, Settings, attend_selected
+from pallas_kernels.sparse_mla.attend import Mask, Settings, attend_selected, constant_apart, sum_dtype, together
 from pallas_kernels.sparse_mla.dense import dense_mla
 from pallas_kernels.target import platform
 
@@ -43,13 +44,13 @@ def sparse_mla(
     return o.astype(q.dtype), lse
 
 
-@partial(jax.jit, static_argnames=("top_k", "scale", "form", "budget_bytes", "return_indices"))
+@partial(jax.jit, static_argnames=("top_k", "scale", "form", "two_stage", "budget_bytes", "return_indices"))
 def dsa_mla(
-    index_q: Float[Array, "B T I K"],
-    index_k: Float[Array, "B S K"],
+    index_q: Float[Array, "B T I K"] | Mxfp8,
+    index_k: Float[Array, "B S K"] | Mxfp8,
     index_w: Float[Array, "B T I"],
     q: Float[Array, "B T H Q"],
-    latent: Float[Array, "B S R"],
+    latent: Float[Array, "B S R"] | Fp8Latent,
     w_uk: Float[Array, "H N L"],
     w_uv: Float[Array, "H V L"],
     *,
@@ -59,6 +60,7 @@ def dsa_mla(
     key_segment_ids: Int[Array, "B S"] | None,
     scale: float,
     form: Literal["gather", "mask"] | None,
+    two_stage: TwoStage | None,
     budget_bytes: int,
     return_indices: bool,
 ) -> tuple[Float[Array, "B T H V"], Int[Array, "B T C"] | None]:
@@ -90,25 +92,40 @@ def dsa_mla(
             key_segment_ids=key_segment_ids,
             budget_bytes=budget_bytes,
         )
-    if form is None:
+    if two_stage is not None and two_stage.keeps_all(num_keys, top_k):
+        two_stage = None
+    if form is None and two_stage is not None:
+        form = "gather"
+    elif form is None:
         limit = MASK_HEAD_KEYS.get(platform(), MASK_HEAD_KEYS["cpu"])
         mask_wins = queries >= MASK_QUERIES and heads * num_keys <= limit * top_k
         form = "mask" if mask_wins else "gather"
-    item = at_least_float32(q, latent).itemsize
+    item = sum_dtype(q, latent).itemsize
     tile = key_tile(num_keys, batch * latent.shape[2] * item, budget_bytes)
     scored = score_tile(index_k, budget_bytes)
     settings = Settings(scale, tile, width)
     row = heads * (latent.shape[2] + 2 * width) * item
     row += scoring_bytes(index_q, index_k, scored) + (3 * heads * tile * item if form == "mask" else 0)
+    stage, pooled = None, None
+    if two_stage is not None:
+        stage = Stage.of(index_k, two_stage, top_k, budget_bytes)
+        row += stage.query_bytes(index_q, index_k)
+        pooled = stage.pooled(jax.lax.stop_gradient(index_k))
     blocks = plan(1, queries, fits=budget_bytes // (2 * batch * row), wanted=max(64, product_rows() // heads))
 
     def block(sliced: jax.Array, shared: tuple, constants: Any) -> tuple[jax.Array, jax.Array | None]:
-        (block_index_q, block_w, positions, segments), (index_keys, key_segments) = constants
+        (block_index_q, block_w, positions, segments), (index_keys, key_segments, pooled, fixed) = constants
         keys, up_k, up_v = shared
+        keys = together(keys, fixed)
         visibility = Visibility(positions, segments, key_segments)
-        selection = select_block(block_index_q, index_keys, block_w, visibility, top_k, scored)
-        selection = jax.lax.stop_gradient(selection)
-        indices = selected_indices(selection, top_k) if return_indices or form == "gather" else None
+        selection, indices = None, None
+        if stage is not None:
+            assert pooled is not None
+            indices, _ = stage.block(block_index_q, index_keys, block_w, visibility, pooled)
+        else:
+            selection = select_block(block_index_q, index_keys, block_w, visibility, top_k, scored)
+            selection = jax.lax.stop_gradient(selection)
+            indices = selected_indices(selection, top_k) if return_indices or form == "gather" else None
         absorbed = absorb(sliced, up_k)
         if form == "gather":
             assert indices is not None
@@ -118,8 +135,9 @@ def dsa_mla(
         return expand(o, up_v, sliced.dtype), indices if return_indices else None
 
     rows = (*jax.lax.stop_gradient((index_q, index_w)), q_positions, segment_ids)
-    whole = (jax.lax.stop_gradient(index_k), key_segment_ids)
-    return in_blocks(block, blocks, q, (latent, w_uk, w_uv), (rows, whole))
+    differentiable, constant = constant_apart(latent)
+    whole = (jax.lax.stop_gradient(index_k), key_segment_ids, pooled, constant)
+    return in_blocks(block, blocks, q, (differentiable, w_uk, w_uv), (rows, whole))
 
 
 def _attend_indices(
@@ -127,7 +145,7 @@ def _attend_indices(
 ) -> tuple[jax.Array, jax.Array]:
     """Absorbed attention over the named keys of the same batch row."""
     (batch, queries, heads, width), (num_keys, top_k) = q.shape, (latent.shape[1], indices.shape[2])
-    item = (at_least_float32(q) if isinstance(latent, Fp8Latent) else at_least_float32(q, latent)).itemsize
+    item = sum_dtype(q, latent).itemsize
     fits = budget_bytes // ((2 * top_k * width + heads * (3 * top_k + 2 * width)) * item)
     # A block takes queries of as many batch rows as fit, evenly spread: where the batch is sharded, each shard then works
     # on every block. The rows between them are laid end to end.

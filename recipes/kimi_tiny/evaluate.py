@@ -1,8 +1,10 @@
 """How good a kimi-tiny is: bits per byte of held-out passages, recall, tool calls, and the balance of its experts.
 
-    python -m recipes.kimi_tiny.evaluate DIR MODEL [--recalls 500] [--tools 200] [--json FILE]
+    python -m recipes.kimi_tiny.evaluate DIR MODEL [--recalls 500] [--tools 200] [--kv-cache fp8] [--index-cache mxfp8]
+        [--indexer two_stage] [--json FILE]
 
-DIR is the work folder of the recipe, MODEL a checkpoint or "kimi-tiny".
+DIR is the work folder of the recipe, MODEL a checkpoint or "kimi-tiny". Passages are read without caches; their formats
+matter to answers (`benchmarks.cache_quality` reads passages with caches).
 """
 
 import argparse
@@ -145,9 +147,14 @@ def main() -> None:
     parser.add_argument("--recalls", type=int, default=500)
     parser.add_argument("--tools", type=int, default=200)
     parser.add_argument("--others", type=int, default=100, help="sums, and lists")
+    parser.add_argument("--kv-cache", choices=("bfloat16", "fp8"), help="of latents")
+    parser.add_argument("--index-cache", choices=("bfloat16", "mxfp8"), help="of index keys")
+    parser.add_argument("--indexer", choices=("exact", "two_stage"), default="exact")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    model = Kimi.from_pretrained(options.model)
+    model = Kimi.from_pretrained(
+        options.model, kv_cache=options.kv_cache, index_cache=options.index_cache, indexer=options.indexer
+    )
     tasks = load_tasks(options.folder, Tokenizer.from_directory(options.folder / "tokenizer"))
     found = text_quality(Decoder(model.config), model.params, options.folder)
     print(json.dumps(found), flush=True)
