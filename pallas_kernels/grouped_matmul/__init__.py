@@ -5,7 +5,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Implementation, always, choose
-from pallas_kernels.grouped_matmul import gpu, reference, xla
+from pallas_kernels.grouped_matmul import gpu, reference, tpu, xla
 from pallas_kernels.manual_axes import align
 from pallas_kernels.mxfp4 import Mxfp4
 
@@ -42,7 +42,8 @@ def grouped_matmul(
             all layers' experts with layer · groups here copies nothing. group_offset + G must not exceed E.
         out_dtype: dtype of the result; None is that of the rows.
         tile_size: rows multiplied at once by `xla`; None picks 8..256 from the mean group.
-        implementation: None takes the best that can run.
+        implementation: None takes the best that can run. "tpu" takes rows, results and array weights in float32 or
+            bfloat16, in multiples of 128 columns (rows for MXFP4: 256). The gradient is that of "xla".
 
     Raises:
         ValueError: sizes that don't fit each other.
@@ -71,7 +72,7 @@ def grouped_matmul(
         "grouped_matmul",
         implementation,
         {
-            "tpu": lambda: "grouped_matmul has no TPU kernel yet.",
+            "tpu": lambda: tpu.obstacle(rows, weights, num_groups, out_dtype, named=implementation == "tpu"),
             "gpu": lambda: gpu.obstacle(rows, weights, out_dtype),
             "xla": always,
             "reference": always,
@@ -86,4 +87,6 @@ def grouped_matmul(
     tile = min(tile_size or xla.tile_size(num_rows, num_groups), num_rows)
     if choice.name == "gpu":
         return gpu.grouped_matmul(rows, weights, group_sizes, offset, out_dtype, tile)
+    if choice.name == "tpu":
+        return tpu.grouped_matmul(rows, weights, group_sizes, offset, out_dtype, tile)
     return xla.grouped_matmul(rows, weights, group_sizes, offset, out_dtype, tile)

@@ -363,7 +363,7 @@ def test_what_does_not_fit_is_refused() -> None:
         grouped_matmul(rows, weights, sizes[:0])
     with pytest.raises(ValueError, match="tile_size is 0"):
         grouped_matmul(rows, weights, sizes, tile_size=0)
-    with pytest.raises(UnsupportedImplementationError, match="grouped_matmul has no TPU kernel yet"):
+    with pytest.raises(UnsupportedImplementationError, match="rows are 64 wide; the TPU kernel takes multiples of 128"):
         grouped_matmul(rows, weights, sizes, implementation="tpu")
 
 
