@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.gate import Gate
 from pallas_kernels.grouped_matmul.gpu_tiles import BLOCK, COLUMNS, PART, Tuning, Work
 from pallas_kernels.grouped_matmul.gpu_unpack import unpack, unpack_plainly
 from pallas_kernels.mxfp4 import Mxfp4
@@ -38,18 +39,31 @@ _SWIZZLED = (plgpu.TilingTransform((BLOCK, 64)), plgpu.SwizzleTransform(128))
 def multiply(
     work: Work,
     rows: Float[Array, "M D"],
-    weights: Float[Array, "E F D"] | Mxfp4,
+    weights: Float[Array, "E _ _"] | Mxfp4,
     num_rows: int,
     out_dtype: Any,
     tuning: Tuning,
     interpret: Any = None,
+    gate: Gate | None = None,
+    transposed: bool = False,
 ) -> Float[Array, "N F"]:
-    """[num_rows, F] products; `rows` may have more rows than that, which nobody owns."""
+    """[num_rows, F] products; `rows` may have more rows than that, which nobody owns.
+
+    With `gate`, F is half of the weights' outputs: the first half's products and the second's go through it together.
+    `transposed` weights, arrays only, are [E, D, F].
+    """
     packed = isinstance(weights, Mxfp4)
     _, out_width, width = weights.shape
-    stages, step, groups, cluster = tuning.stages, tuning.step, tuning.warpgroups, tuning.cluster
+    if transposed:
+        out_width, width = width, out_width
+    stages, step, groups, cluster, tall = tuning.stages, tuning.step, tuning.warpgroups, tuning.cluster, tuning.tall
     widest = tuning.widths[-1]
-    pieces = out_width // tuning.columns  # of a tile's columns
+    if gate is not None:
+        out_width //= 2
+    results = 1 if gate is not None else tall  # blocks of 64 columns that a warpgroup writes
+    block_columns = results * groups * COLUMNS
+    pieces = out_width // (block_columns * cluster)  # of a tile's columns
+    copies = 1 if gate is None else 2  # of array weights to a slot
     clusters = tuning.blocks // cluster
     steps = width // step
 
@@ -79,7 +93,13 @@ def multiply(
 
         def locate(number: Array) -> tuple[Array, Array]:
             item = me + number * clusters
-            return lax.div(item, pieces), (lax.rem(item, pieces) * cluster + peer) * groups * COLUMNS
+            return lax.div(item, pieces), (lax.rem(item, pieces) * cluster + peer) * block_columns
+
+        def stored_at(column: Array, which: int | Array) -> Array:
+            """First of the weights' outputs in block `which` of tall · groups: with a gate, those of the second half."""
+            if gate is None:
+                return column + which * COLUMNS
+            return column + which % groups * COLUMNS + which // groups * out_width
 
         def for_each_width(kind: Array, act: Callable[[int], None]) -> None:
             for index, size in enumerate(tuning.widths):
@@ -96,8 +116,8 @@ def multiply(
                 def _() -> None:
                     plgpu.barrier_wait(scale_empty.at[slot])
 
-                for which in range(groups):
-                    source = scales.at[expert, pl.ds(column + which * COLUMNS, COLUMNS)]
+                for which in range(tall * groups):
+                    source = scales.at[expert, pl.ds(stored_at(column, which), COLUMNS)]
                     plgpu.copy_gmem_to_smem(source, scale_slots.at[slot, which], scale_full.at[slot])
 
             def copy(size: int) -> None:
@@ -109,14 +129,22 @@ def multiply(
                         plgpu.barrier_wait(empty.at[slot])
 
                     if packed:
-                        for which in range(groups):
+                        for which in range(tall * groups):
                             source = weights.at[
-                                expert, pl.ds(column + which * COLUMNS, COLUMNS), pl.ds(k * (step // 2), step // 2)
+                                expert, pl.ds(stored_at(column, which), COLUMNS), pl.ds(k * (step // 2), step // 2)
                             ]
                             plgpu.copy_gmem_to_smem(source, weight_slots.at[slot, which], full.at[slot])
                     else:
-                        source = weights.at[expert, pl.ds(column, groups * COLUMNS), pl.ds(k * step, step)]
-                        plgpu.copy_gmem_to_smem(source, weight_slots.at[slot], full.at[slot])
+                        for part in range(copies):
+                            count = tall * groups // copies
+                            start = stored_at(column, part * count)
+                            inputs, outputs = pl.ds(k * step, step), pl.ds(start, count * COLUMNS)
+                            there = pl.ds(part * count * COLUMNS, count * COLUMNS)
+                            if transposed:
+                                source, target = weights.at[expert, inputs, outputs], weight_slots.at[slot, :, there]
+                            else:
+                                source, target = weights.at[expert, outputs, inputs], weight_slots.at[slot, there]
+                            plgpu.copy_gmem_to_smem(source, target, full.at[slot])
                     source = rows.at[pl.ds(pl.multiple_of(base, BLOCK), size), pl.ds(k * step, step)]
                     shared: dict[str, Any] = {"collective_axes": "cluster"} if cluster > 1 else {}
                     plgpu.copy_gmem_to_smem(source, row_slots.at[slot, pl.ds(0, size)], full.at[slot], **shared)
@@ -134,21 +162,28 @@ def multiply(
             if packed:
                 plgpu.barrier_wait(scale_full.at[scale_slot])
 
-            def weight_of(slot: Array, k: Array) -> Any:
+            def weight_of(slot: Array, k: Array, block: int) -> Any:
+                which = block * groups + group
+                columns = pl.ds(which * COLUMNS, COLUMNS)
+                if transposed and interpret is not None:
+                    plain[which] = weight_slots[slot, :, columns].T
+                    return plain.at[which]
+                if transposed:
+                    return weight_slots.at[slot, :, columns].transpose((1, 0))
                 if not packed:
-                    return weight_slots.at[slot, pl.ds(group * COLUMNS, COLUMNS)]
+                    return weight_slots.at[slot, columns]
                 if interpret is None:
-                    scale = scale_slots.at[scale_slot, group, pl.ds(0, COLUMNS), pl.ds(k * (step // 32), step // 32)]
-                    return unpack(weight_slots.at[slot, group], scale)
-                scale = lax.dynamic_slice_in_dim(scale_slots[scale_slot, group], k * (step // 32), step // 32, axis=1)
-                plain[group] = unpack_plainly(weight_slots[slot, group], scale)
-                return plain.at[group]
+                    scale = scale_slots.at[scale_slot, which, pl.ds(0, COLUMNS), pl.ds(k * (step // 32), step // 32)]
+                    return unpack(weight_slots.at[slot, which], scale)
+                scale = lax.dynamic_slice_in_dim(scale_slots[scale_slot, which], k * (step // 32), step // 32, axis=1)
+                plain[which] = unpack_plainly(weight_slots[slot, which], scale)
+                return plain.at[which]
 
             def product(size: int) -> None:
                 # Two sets of registers for weights; a wider product leaves none for the second.
-                alternate = packed and size <= _ALTERNATING[groups] and steps % 2 == 0
+                alternate = packed and tall * size <= _ALTERNATING[groups] and (tall == 2 or steps % 2 == 0)
 
-                def accumulate(total: Any) -> Array:
+                def accumulate(*totals: Any) -> tuple[Array, ...]:
                     def rows_of(slot: Array) -> Any:
                         if interpret is None:
                             return row_slots.at[slot, pl.ds(0, size)].transpose((1, 0))
@@ -159,16 +194,21 @@ def multiply(
                     def one(k: Array, carry: tuple[()]) -> tuple[()]:
                         slot = lax.rem(done + k, stages)
                         plgpu.barrier_wait(full.at[slot])
-                        if alternate:
-                            # The product before still runs while these weights are unpacked into other registers.
-                            weight = weight_of(slot, k)
-                            plgpu.wgmma_wait(0)
-                            free(k - 1)
+                        for block, total in enumerate(totals):
+                            weight = weight_of(slot, k, block)
+                            if alternate:
+                                # The product before still ran while these were unpacked into other registers.
+                                plgpu.wgmma_wait(0)
+                                if block == 0:
+                                    free(k - 1)
                             plgpu.wgmma(total, weight, rows_of(slot))
-                        else:
-                            plgpu.wgmma(total, weight_of(slot, k), rows_of(slot))
-                            plgpu.wgmma_wait(0 if packed else 1)  # 1: all but the one just issued
-                            free(k if packed else k - 1)
+                            if packed and not alternate:
+                                plgpu.wgmma_wait(0)
+                        if packed and not alternate:
+                            free(k)
+                        elif not packed:
+                            plgpu.wgmma_wait(tall)  # all but those just issued
+                            free(k - 1)
                         return carry
 
                     def free(k: Array) -> None:
@@ -179,31 +219,42 @@ def multiply(
                     def two(pair: Array, carry: tuple[()]) -> tuple[()]:
                         return one(2 * pair + 1, one(2 * pair, carry))
 
-                    if alternate:
+                    if alternate and tall == 1:
                         lax.fori_loop(0, busy * (steps // 2), two, ())
                     else:
                         lax.fori_loop(0, busy * steps, one, ())
                     plgpu.wgmma_wait(0)
                     if alternate or not packed:
                         free(busy * steps - 1)
-                    return total[...]
+                    return tuple(total[...] for total in totals)
 
-                total = pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef((COLUMNS, size), jnp.float32))
-                turn = total.astype(out.dtype)
-                if interpret is None:
-                    turn = plgpu.layout_cast(turn, plgpu.Layout.WGMMA_TRANSPOSED)
+                sums = pl.run_scoped(
+                    accumulate, *[plgpu.WGMMAAccumulatorRef((COLUMNS, size), jnp.float32) for _ in range(tall)]
+                )
+
+                def rounded(block: int, start: int, count: int) -> Array:
+                    """Some rows' results in a block of columns, turned for the store where that is done in registers."""
+                    if gate is None:
+                        part = sums[block][:, start : start + count]
+                    else:
+                        part = gate.quickly(*(half[:, start : start + count] for half in sums))
+                    part = part.astype(out.dtype)
+                    return part if interpret is not None else plgpu.layout_cast(part, plgpu.Layout.WGMMA_TRANSPOSED)
+
                 low, high = first - base, last - base
                 # Blocks that are this tile's from end to end: head..tail-1.
                 head, tail = lax.div(low + (BLOCK - 1), BLOCK), lax.div(high, BLOCK)
                 some, rest = low < high, high - tail * BLOCK
                 begins, ends = some & (head > 0), some & (rest > 0) & (tail >= head)
-                columns = pl.ds(column + group * COLUMNS, COLUMNS)
 
-                def put_part(number: int, start: int) -> None:
+                def columns(block: int) -> Any:
+                    return pl.ds(column + (block * groups + group) * COLUMNS, COLUMNS)
+
+                def put_part(block: int, number: int, start: int) -> None:
                     """Turns some rows, waits until the buffer's last ones are read, and sends off the whole blocks."""
                     count, buffer = min(PART, size - start), number % 2
+                    part = rounded(block, start, count)
                     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                    part = turn[:, start : start + count]
                     if interpret is None:
                         turned.at[group, buffer, pl.ds(0, count)].transpose((1, 0))[...] = part
                     else:
@@ -219,24 +270,25 @@ def multiply(
                             target = pl.ds(pl.multiple_of(base + start + at, BLOCK), BLOCK << power)
                             plgpu.copy_smem_to_gmem(
                                 turned.at[group, buffer, pl.ds(at, BLOCK << power)],
-                                out.at[target, columns],
+                                out.at[target, columns(block)],
                                 commit_group=False,
                             )
 
                         begin = begin + (blocks & (1 << power))
                     plgpu.commit_smem_to_gmem_group()
 
-                for number, start in enumerate(range(0, size, PART)):
-                    put_part(number, start)
+                for block in range(results):
+                    for number, start in enumerate(range(0, size, PART)):
+                        put_part(block, number, start)
 
-                def put_aside(which: int, block: int) -> None:
-                    part = turn[:, BLOCK * block : BLOCK * (block + 1)]
+                def put_aside(columns_of: int, which: int, block: int) -> None:
+                    part = rounded(columns_of, BLOCK * block, BLOCK)
                     if interpret is None:
                         _store(edges.at[group, which].transpose((1, 0)), part)
                     else:
                         edges[group, which] = part.T
 
-                def put_rows(which: int, block: Array | int, at: Array | int, count: Array) -> None:
+                def put_rows(columns_of: int, which: int, block: Array | int, at: Array | int, count: Array) -> None:
                     for power in (2, 1, 0):
 
                         @pl.when((count & (1 << power)) != 0)
@@ -244,25 +296,26 @@ def multiply(
                             target = pl.ds(base + block * BLOCK + at, 1 << power)
                             plgpu.copy_smem_to_gmem(
                                 edges.at[group, which, pl.ds(at, 1 << power)],
-                                out.at[target, columns],
+                                out.at[target, columns(columns_of)],
                                 commit_group=False,
                             )
 
                         at = at + (count & (1 << power))
 
-                @pl.when(begins | ends)
-                def _() -> None:
+                def put_edges(columns_of: int) -> None:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    pl.when(begins)(lambda: put_aside(0, 0))
+                    pl.when(begins)(lambda: put_aside(columns_of, 0, 0))
                     # Registers can't be picked at run time, but a tile that a narrower width would hold isn't here.
                     narrower = max((width for width in tuning.widths if width < size), default=0)
                     for block in range(narrower // BLOCK, size // BLOCK):
-                        pl.when(ends & (tail == block))(functools.partial(put_aside, 1, block))
+                        pl.when(ends & (tail == block))(functools.partial(put_aside, columns_of, 1, block))
                     plgpu.commit_smem()
-                    pl.when(begins)(lambda: put_rows(0, 0, low, jnp.minimum(high, BLOCK) - low))
-                    pl.when(ends)(lambda: put_rows(1, tail, 0, rest))
+                    pl.when(begins)(lambda: put_rows(columns_of, 0, 0, low, jnp.minimum(high, BLOCK) - low))
+                    pl.when(ends)(lambda: put_rows(columns_of, 1, tail, 0, rest))
+                    plgpu.commit_smem_to_gmem_group()
 
-                plgpu.commit_smem_to_gmem_group()
+                for block in range(results):
+                    pl.when(begins | ends)(functools.partial(put_edges, block))
 
             for_each_width(kind, product)
             if packed:
@@ -294,25 +347,27 @@ def multiply(
             plgpu.wait_smem_to_gmem(0)
 
     scratch: dict[str, Any] = {}
+    stored_blocks = tall * groups
     if packed:
-        scratch["weight_slots"] = plgpu.SMEM((stages, groups, COLUMNS, step // 2), jnp.uint8)
-        scratch["scale_slots"] = plgpu.SMEM((2, groups, COLUMNS, width // 32), jnp.uint8)
-        if interpret is not None:
-            scratch["plain"] = plgpu.SMEM((groups, COLUMNS, step), jnp.bfloat16)
+        scratch["weight_slots"] = plgpu.SMEM((stages, stored_blocks, COLUMNS, step // 2), jnp.uint8)
+        scratch["scale_slots"] = plgpu.SMEM((2, stored_blocks, COLUMNS, width // 32), jnp.uint8)
     else:
-        scratch["weight_slots"] = plgpu.SMEM((stages, groups * COLUMNS, step), rows.dtype, transforms=_SWIZZLED)
+        slot = (step, stored_blocks * COLUMNS) if transposed else (stored_blocks * COLUMNS, step)
+        scratch["weight_slots"] = plgpu.SMEM((stages, *slot), rows.dtype, transforms=_SWIZZLED)
+    if interpret is not None and (packed or transposed):
+        scratch["plain"] = plgpu.SMEM((stored_blocks, COLUMNS, step), jnp.bfloat16)
     scratch["row_slots"] = plgpu.SMEM((stages, widest, step), rows.dtype, transforms=_SWIZZLED)
     scratch["turned"] = plgpu.SMEM((groups, 2, PART, COLUMNS), out_dtype, transforms=_SWIZZLED)
     scratch["edges"] = plgpu.SMEM((groups, 2, BLOCK, COLUMNS), out_dtype)
     if interpret is not None:
         scratch["flipped"] = plgpu.SMEM((groups, step, widest), rows.dtype)
-    scratch["full"] = plgpu.Barrier(num_arrivals=1 + (groups if packed else 1), num_barriers=stages)
+    scratch["full"] = plgpu.Barrier(num_arrivals=1 + (stored_blocks if packed else copies), num_barriers=stages)
     if cluster > 1:
         scratch["empty"] = plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=groups, num_barriers=stages)
     else:
         scratch["empty"] = plgpu.Barrier(num_arrivals=groups, num_barriers=stages)
     if packed:
-        scratch["scale_full"] = plgpu.Barrier(num_arrivals=groups, num_barriers=2)
+        scratch["scale_full"] = plgpu.Barrier(num_arrivals=stored_blocks, num_barriers=2)
         scratch["scale_empty"] = plgpu.Barrier(num_arrivals=groups, num_barriers=2)
 
     mesh: dict[str, Any] = {"cluster": (cluster,), "cluster_names": ("cluster",)} if cluster > 1 else {}
@@ -327,7 +382,9 @@ def multiply(
         num_threads=groups + 1,
         thread_name="warpgroup",
         scratch_types=scratch,
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=gate is not None
+        ),
         **mesh,
     )(*work, rows, *operands)
 

@@ -36,6 +36,7 @@ class Tuning:
         warpgroups: that multiply.
         cluster: blocks of threads, 1 or 2, that share a tile's rows.
         blocks: of threads in all, one a multiprocessor.
+        tall: blocks of 64 columns that a warpgroup computes, 1 or 2. With a gate there are 2: gate and up.
     """
 
     widths: tuple[int, ...]
@@ -44,11 +45,12 @@ class Tuning:
     warpgroups: int = 2
     cluster: int = 1
     blocks: int = 132
+    tall: int = 1
 
     @property
     def columns(self) -> int:
-        """Columns of the result that must divide into whole pieces of work."""
-        return COLUMNS * self.warpgroups * self.cluster
+        """Outputs of the weights that must divide into whole pieces of work."""
+        return COLUMNS * self.warpgroups * self.cluster * self.tall
 
 
 class Work(NamedTuple):

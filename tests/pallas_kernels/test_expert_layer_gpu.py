@@ -1,0 +1,214 @@
+"""The Hopper kernels of a layer of routed experts, interpreted on a CPU or lowered for a GPU that isn't there."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.dispatch import UnsupportedImplementationError, noted_choices
+from pallas_kernels.expert_layer import Gate, expert_layer, expert_mlp, gpu
+from pallas_kernels.expert_layer.gpu_gather import gather
+from pallas_kernels.grouped_matmul import gpu as products
+from pallas_kernels.grouped_matmul.gpu_tiles import Tuning
+from pallas_kernels.mxfp4 import Mxfp4
+
+BF16 = jnp.dtype("bfloat16")
+GATES = [Gate(), Gate(4.0, 25.0), Gate(2.0)]
+MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def interpreter() -> Any:
+    """What Pallas takes to run a Mosaic GPU kernel on a CPU; private before jax 0.11."""
+    public = getattr(plgpu, "InterpretGPUParams", None)
+    if public is not None:
+        return public()
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+    return InterpretGPUParams()
+
+
+def draw(*shape: int, seed: int, scale: float = 1.0) -> np.ndarray:
+    """Normal numbers that bfloat16 holds, as float64."""
+    return (scale * np.random.default_rng(seed).standard_normal(shape)).astype(BF16).astype(np.float64)
+
+
+def joined(gate: Gate, g: np.ndarray, u: np.ndarray) -> np.ndarray:
+    """SwiGLU and SiTU-GLU by their definition."""
+    sigmoid = 1 / (1 + np.exp(-g))
+    if gate.situ_beta is None:
+        return g * sigmoid * u
+    if gate.situ_linear_beta is not None:
+        u = gate.situ_linear_beta * np.tanh(u / gate.situ_linear_beta)
+    return gate.situ_beta * np.tanh(g / gate.situ_beta) * sigmoid * u
+
+
+def gated(gate: Gate, rows: np.ndarray, weights: np.ndarray, sizes: list[int]) -> np.ndarray:
+    result, width = np.zeros((len(rows), weights.shape[1] // 2)), weights.shape[1] // 2
+    for m, group in enumerate(np.repeat(np.arange(len(sizes)), sizes)):
+        both = weights[group] @ rows[m]
+        result[m] = joined(gate, both[:width], both[width:])
+    return result
+
+
+def interpreted(gate: Gate, rows: np.ndarray, weights: Any, sizes: list[int], tuning: Tuning) -> np.ndarray:
+    weights = weights if isinstance(weights, Mxfp4) else jnp.asarray(weights, BF16)
+    arrays = jnp.asarray(rows, BF16), weights, jnp.asarray(sizes, jnp.int32), jnp.int32(0)
+    return np.asarray(products.product(*arrays, BF16, tuning, interpreter(), gate)).astype(np.float64)
+
+
+@pytest.mark.parametrize("gate", GATES[:2], ids=["silu", "situ"])
+def test_gate_and_up_are_one_product(gate: Gate) -> None:
+    rows, weights, sizes = draw(29, 64, seed=0), draw(5, 128, 64, seed=1, scale=0.4), [3, 0, 9, 1, 11]
+    rows[24:] = np.nan  # rows of no group may hold anything
+    got = interpreted(gate, rows, weights, sizes, Tuning((8, 16), 2, warpgroups=1, blocks=1, tall=2))
+    np.testing.assert_allclose(got, gated(gate, np.nan_to_num(rows), weights, sizes), rtol=2**-8, atol=1e-4)
+    np.testing.assert_array_equal(got[24:], 0)
+
+
+def test_all_rows_of_one_expert_and_a_row_alone() -> None:
+    rows, weights = draw(16, 64, seed=0), draw(3, 128, 64, seed=1, scale=0.4)
+    tuning = Tuning((8, 16), 2, warpgroups=1, blocks=1, tall=2)
+    whole = interpreted(Gate(), rows, weights, [0, 16, 0], tuning)
+    np.testing.assert_allclose(whole, gated(Gate(), rows, weights, [0, 16, 0]), rtol=2**-8, atol=1e-4)
+    # A row's bits are its own: alone in its group, among other numbers, in another place of a narrower tile.
+    others = draw(16, 64, seed=2)
+    others[9] = rows[3]
+    alone = interpreted(Gate(), others, weights, [9, 1, 6], tuning)
+    np.testing.assert_array_equal(alone[9], whole[3])
+
+
+def test_packed_gate_and_up() -> None:
+    rng = np.random.default_rng(0)
+    packed = rng.integers(0, 256, (2, 128, 256), dtype=np.uint8)
+    scale = rng.integers(120, 124, (2, 128, 16), dtype=np.uint8)
+    codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(2, 128, 512)
+    values = MAGNITUDES[codes & 7] * np.where(codes >= 8, -1, 1) * np.repeat(2.0 ** (scale - 127.0), 32, axis=-1)
+    rows, sizes = draw(12, 512, seed=1), [5, 6]
+    weights = Mxfp4(jnp.asarray(packed), jnp.asarray(scale))
+    got = interpreted(GATES[1], rows, weights, sizes, Tuning((8,), 2, 128, warpgroups=1, blocks=1, tall=2))
+    np.testing.assert_allclose(got, gated(GATES[1], rows, values, sizes), rtol=2**-7, atol=1e-3)
+
+
+def test_the_quick_gate_is_the_gate() -> None:
+    g = np.concatenate([np.linspace(-90, 90, 4001), 2.0 ** np.arange(-30, 7), -(2.0 ** np.arange(-30, 7)), [0]])
+    u = np.random.default_rng(0).permutation(g)
+    for gate in GATES:
+        got = np.asarray(jax.jit(gate.quickly)(jnp.asarray(g, jnp.float32), jnp.asarray(u, jnp.float32)))
+        want = joined(gate, g.astype(np.float32).astype(np.float64), u.astype(np.float32).astype(np.float64))
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-34)
+        plain = np.asarray(gate(jnp.asarray(g, jnp.float32), jnp.asarray(u, jnp.float32)))
+        np.testing.assert_allclose(plain, want, rtol=2e-5, atol=1e-34)
+    assert np.isnan(np.asarray(GATES[1].quickly(jnp.float32(np.nan), jnp.float32(1))))
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_rows_are_gathered(blocks: int) -> None:
+    x, index = draw(20, 512, seed=0), np.random.default_rng(1).integers(0, 20, 88)
+    got = gather(jnp.asarray(x, BF16), jnp.asarray(index, jnp.int32), blocks, interpreter())
+    np.testing.assert_array_equal(np.asarray(got).astype(np.float64), x[index])
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are taken as on a Hopper GPU, with small tiles, and interpreted."""
+    run, differentiate = products.product, products.weight_gradient
+
+    def tuned(num_rows, num_groups, width, out_width, packed, blocks, gated=False):
+        return Tuning((24,), 2, 128, blocks=1, warpgroups=1 if gated else 2, tall=2 if gated else 1)
+
+    def product(rows, weights, sizes, offset, out_dtype, tuning, interpret=None, gate=None, transposed=False):
+        return run(rows, weights, sizes, offset, out_dtype, tuning, interpreter(), gate, transposed)
+
+    monkeypatch.setattr(products, "tuned", tuned)
+    monkeypatch.setattr(products, "product", product)
+    monkeypatch.setattr(products, "weight_gradient", partial(differentiate, interpret=interpreter()))
+    monkeypatch.setattr(products, "obstacle", products.unfit)
+
+
+def test_a_layer_and_its_gradients_by_kernels(on_a_gpu: None) -> None:
+    tokens, experts, per_token, width, inner = 9, 3, 2, 128, 128
+    rng = np.random.default_rng(0)
+    x, gate_up = draw(tokens, width, seed=1), draw(experts, 2 * inner, width, seed=2, scale=0.1)
+    down, cotangent = draw(experts, width, inner, seed=3, scale=0.1), draw(tokens, width, seed=4)
+    chosen = np.stack([rng.permutation(experts)[:per_token] for _ in range(tokens)])
+    weights = rng.random((tokens, per_token)).astype(np.float32)
+    valid = np.arange(tokens) != 4
+    given = x.copy()
+    given[4] = np.nan
+
+    def run(x: jax.Array, weights: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+        return expert_layer(x, jnp.asarray(chosen), weights, jnp.asarray(valid), gate_up, down, num_experts=experts)
+
+    arrays = (
+        jnp.asarray(given, BF16),
+        jnp.asarray(weights),
+        jnp.asarray(gate_up, BF16),
+        jnp.asarray(down, BF16),
+    )
+    with noted_choices() as found:
+        got, pull = jax.vjp(run, *arrays)
+    assert found["expert_mlp"].name == "gpu"
+    gradients = pull(jnp.asarray(cotangent, BF16))
+
+    want = np.zeros((tokens, width))
+    d_x, d_weights = np.zeros_like(x), np.zeros(weights.shape)
+    d_gate_up, d_down = np.zeros_like(gate_up), np.zeros_like(down)
+    for m in np.flatnonzero(valid):
+        for j, e in enumerate(chosen[m]):
+            both = gate_up[e] @ x[m]
+            g, u = both[:inner], both[inner:]
+            sigmoid = 1 / (1 + np.exp(-g))
+            middle = g * sigmoid * u
+            output = down[e] @ middle
+            want[m] += weights[m, j] * output
+            d_weights[m, j] = cotangent[m] @ output
+            d_output = weights[m, j] * cotangent[m]
+            d_down[e] += np.outer(d_output, middle)
+            d_middle = down[e].T @ d_output
+            d_g = d_middle * u * sigmoid * (1 + g * (1 - sigmoid))
+            d_both = np.concatenate([d_g, d_middle * g * sigmoid])
+            d_gate_up[e] += np.outer(d_both, x[m])
+            d_x[m] += gate_up[e].T @ d_both
+    for one, other in zip((got, *gradients), (want, d_x, d_weights, d_gate_up, d_down), strict=True):
+        error = np.linalg.norm(np.asarray(one).astype(np.float64) - other)
+        assert error <= 1e-2 * np.linalg.norm(other)
+    np.testing.assert_array_equal(np.asarray(got[4]).astype(np.float64), 0)
+    np.testing.assert_array_equal(np.asarray(gradients[0][4]).astype(np.float64), 0)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_it_lowers_for_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
+    monkeypatch.setattr(products, "obstacle", products.unfit)
+    shape = partial(jax.ShapeDtypeStruct, dtype=BF16)
+    experts, width, inner = 112, 3584, 3072
+
+    def stack(out: int, width: int) -> Any:
+        if not packed:
+            return shape((experts, out, width))
+        parts = (experts, out, width // 2), (experts, out, width // 32)
+        return Mxfp4(*(jax.ShapeDtypeStruct(part, jnp.uint8) for part in parts))
+
+    def run(rows: jax.Array, gate_up: Any, down: Any, sizes: jax.Array) -> jax.Array:
+        return expert_mlp(rows, gate_up, down, sizes, gate=Gate(4.0, 25.0))
+
+    sizes = jax.ShapeDtypeStruct((experts,), jnp.int32)
+    arguments = shape((128, width)), stack(2 * inner, width), stack(width, inner), sizes
+    text = jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu_v2") + text.count('"mosaic_gpu"') >= 2
+    written = f"128x{2 * inner}xbf16" in text
+    assert written == packed  # array weights: gate and up are never written
+
+
+def test_what_it_cannot_do_is_said() -> None:
+    rows, gate_up, down = jnp.zeros((8, 128), BF16), jnp.zeros((2, 256, 128), BF16), jnp.zeros((2, 128, 128), BF16)
+    with pytest.raises(UnsupportedImplementationError, match="NVIDIA Hopper GPUs, and the platform is 'cpu'"):
+        expert_mlp(rows, gate_up, down, jnp.array([3, 5]), implementation="gpu")
+    assert gpu.obstacle(rows, gate_up, down) is not None
+    with pytest.raises(ValueError, match=r"gate_up has shape \(2, 256, 128\) and down \(2, 128, 64\)"):
+        expert_mlp(rows, gate_up, down[..., :64], jnp.array([3, 5]))
+    with pytest.raises(ValueError, match="there are 3 experts; the stacks hold 2"):
+        expert_mlp(rows, gate_up, down, jnp.array([3, 5, 0]))
