@@ -5,6 +5,8 @@
 Inputs are what a layer's projections give: q, k, v, the raw decay and the logits of beta in bfloat16, with gate, norms and
 sigmoid inside; the state is float32 in and out. Each case is checked against the token recurrence, then timed as calls
 chained inside one program by the state, which leaves out the host. The floor is all inputs and outputs once at 4.3 TB/s.
+Cases that end in _gradient are calls and their gradients for every input, in Hopper kernels, on given cotangents; the floor
+there adds the gradient's inputs and outputs, and the errors are those of 1024 such tokens: o, and the worst gradient's.
 FLA's chunk_kda (safe gate, everything in its kernels) is timed with events in the same process if torch and fla-core are
 installed; its first call of a case tunes itself.
 """
@@ -13,7 +15,7 @@ import argparse
 import json
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.kda import gate, kda_from_raw, l2_normalize
+from pallas_kernels.kda import gate, gpu, kda_from_raw, l2_normalize
 from pallas_kernels.kda.specs import MIXED
 
 BYTES = 4.3e12
@@ -39,6 +41,7 @@ class Case:
         heads: H.
         bound: of the gate.
         segments: tokens of the packed sequences, if any.
+        gradient: with the gradients.
     """
 
     name: str
@@ -46,11 +49,13 @@ class Case:
     heads: int
     bound: float | None = -5.0
     segments: tuple[int, ...] = ()
+    gradient: bool = False
 
     def floor(self) -> float:
-        """Seconds for the bytes of q, k, v, g, beta, o and the states."""
-        token = self.tokens * self.heads * (5 * WIDTH + 1) * 2
-        return (token + 2 * max(1, len(self.segments)) * self.heads * WIDTH * WIDTH * 4) / BYTES
+        """Seconds for the bytes of q, k, v, g, beta, o and the states, and of their gradients and what these need again."""
+        numbers = 5 * WIDTH + 1 + (9 * WIDTH + 2 if self.gradient else 0)
+        states = (5 if self.gradient else 2) * max(1, len(self.segments)) * self.heads
+        return (self.tokens * self.heads * numbers * 2 + states * WIDTH * WIDTH * 4) / BYTES
 
 
 CASES = (
@@ -61,6 +66,9 @@ CASES = (
     Case("kimi_linear_8k", 8192, 32, None),
     Case("k3_2k", 2048, 96),
     Case("k3_128k_tp8", 131072, 12),
+    Case("32_heads_gradient", 8192, 32, gradient=True),
+    Case("packed_gradient", 8192, 32, segments=MIXED, gradient=True),
+    Case("k3_gradient", 8192, 96, gradient=True),
 )
 
 
@@ -80,6 +88,17 @@ def draw(case: Case) -> tuple[Any, ...]:
 def run(case: Case, *arrays: Any) -> tuple[jax.Array, jax.Array]:
     """(o, the state after it)."""
     *inputs, state, ids = arrays
+    if case.gradient and case.bound is not None:
+        return gpu.kda(
+            *inputs,
+            initial_state=state,
+            lengths=None,
+            segment_ids=ids,
+            num_segments=len(case.segments) or None,
+            scale=WIDTH**-0.5,
+            gate_lower_bound=case.bound,
+            gradient="kernels",
+        )
     result = kda_from_raw(
         *inputs,
         initial_state=state,
@@ -97,9 +116,10 @@ def recurrence(case: Case, *arrays: Any) -> tuple[jax.Array, jax.Array]:
     sequence = ids[0] if packed else jnp.zeros(case.tokens, jnp.int32)
     begins = jnp.diff(sequence, prepend=-1) != 0
     first = first if packed else first[:, None]
-    tokens = (l2_normalize(q), l2_normalize(k), v.astype(jnp.float32), gate(raw, a_log, bias, case.bound))
-    tokens = (*tokens, jax.nn.sigmoid(logits.astype(jnp.float32)))
+    g, beta = gate(raw, a_log, bias, case.bound), jax.nn.sigmoid(logits.astype(jnp.float32))
+    tokens = (l2_normalize(q), l2_normalize(k), v.astype(jnp.float32), g, beta)
 
+    @jax.checkpoint  # a gradient keeps the states, and nothing else
     def step(carry: tuple[jax.Array, jax.Array], xs: Any) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         (state, last), (q, k, v, g, beta, mine, begin) = carry, xs
         state = jnp.where(begin, first[:, mine], state) * jnp.exp(g)[..., None]
@@ -124,13 +144,39 @@ def errors(case: Case, *arrays: Any) -> tuple[jax.Array, jax.Array]:
     return error(o, wanted), error(state, last)
 
 
+def with_gradients(call: Any, *arrays: Any) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
+    """(o, state) and the gradients of all inputs, where v and the first state stand for the cotangents."""
+    *inputs, ids = arrays
+    result, pull = jax.vjp(lambda *inputs: call(*inputs, ids), *inputs)
+    return result, pull((inputs[2].astype(result[0].dtype), inputs[7].astype(result[1].dtype)))
+
+
+def gradient_errors(case: Case) -> tuple[jax.Array, jax.Array]:
+    """Of o and of the worst gradient, over 1024 tokens."""
+    short = replace(case, tokens=1024, segments=())
+
+    def errors(*arrays: Any) -> tuple[jax.Array, jax.Array]:
+        exact = [x if x is None else x.astype(jnp.float32) for x in arrays]
+        (o, _), found = with_gradients(partial(run, short), *arrays)
+        (wanted, _), gradients = with_gradients(partial(recurrence, short), *exact)
+        return error(o, wanted), jnp.max(jnp.stack([error(*pair) for pair in zip(found, gradients, strict=True)]))
+
+    return jax.jit(errors)(*draw(short))
+
+
 def chained(case: Case, count: int, *arrays: Any) -> jax.Array:
     """`count` calls, each of which needs the last one's state and output."""
     *inputs, logits, a_log, bias, state, ids = arrays
 
     def one(_: Any, state: jax.Array) -> jax.Array:
         nothing = (0 * state.reshape(-1)[0]).astype(logits.dtype)
-        o, after = run(case, *inputs, logits + nothing, a_log, bias, state, ids)
+        call = (*inputs, logits + nothing, a_log, bias, state, ids)
+        if case.gradient:
+            # Without the barrier XLA would work out one number of each gradient.
+            (o, after), found = jax.lax.optimization_barrier(with_gradients(partial(run, case), *call))
+            after += sum(0 * x.reshape(-1)[0].astype(after.dtype) for x in found)
+        else:
+            o, after = run(case, *call)
         return after + 0 * o.reshape(-1)[0].astype(after.dtype)
 
     return jax.lax.fori_loop(0, count, one, state)
@@ -185,12 +231,18 @@ def fla_seconds(case: Case) -> float | None:
     a_log = torch.rand(case.heads, device="cuda")
     bias = torch.rand(case.heads * WIDTH, device="cuda")
     state = 0.1 * torch.randn(sequences, case.heads, WIDTH, WIDTH, device="cuda")
+    cotangents = torch.randn_like(v), torch.randn_like(state)
+    if case.gradient:
+        for x in (q, k, v, g, logits, a_log, bias, state):
+            x.requires_grad_()
     found = []
-    with torch.inference_mode():
+    with torch.enable_grad() if case.gradient else torch.inference_mode():
         for index in range(25):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
-            call()
+            result = call()
+            if case.gradient:
+                torch.autograd.backward(result, cotangents)
             end.record()
             torch.cuda.synchronize()
             if index >= 5:
@@ -215,16 +267,17 @@ def main() -> None:
         line: dict[str, Any] = {"case": case.name, "floor_ms": 1e3 * case.floor()}
         line["ms"] = 1e3 * seconds(case, arrays)
         line["ratio"] = line["ms"] / line["floor_ms"]
-        if case.tokens <= 8192:  # the recurrence takes long
+        if case.gradient:
+            line["error_o"], line["error_gradient"] = (float(x) for x in gradient_errors(case))
+        elif case.tokens <= 8192:  # the recurrence takes long
             line["error_o"], line["error_state"] = (float(x) for x in jax.jit(partial(errors, case))(*arrays))
         del arrays
         found = fla_seconds(case)
         line["fla_ms"] = None if found is None else 1e3 * found
         lines.append(line)
         fla = "-" if found is None else f"{1e3 * found:.3f}"
-        accuracy = " ".join(
-            f"{line[name]:8.5f}" if name in line else f"{'-':>8}" for name in ("error_o", "error_state")
-        )
+        names = ("error_o", "error_gradient" if case.gradient else "error_state")
+        accuracy = " ".join(f"{line[name]:8.5f}" if name in line else f"{'-':>8}" for name in names)
         print(
             f"{case.name:16} {line['ms']:8.3f} {line['floor_ms']:7.3f} {line['ratio']:6.2f} {fla:>8} {accuracy}",
             flush=True,

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,14 @@ from pallas_kernels.target import platform
 WIDTH = 128
 CHUNK = 64
 
+Gradient = Literal["xla", "kernels"]
+
 
 class _How(NamedTuple):
     num_segments: int | None
     scale: float
     gate_lower_bound: float | None
+    gradient: Gradient
     interpret: Any
 
 
@@ -130,13 +133,17 @@ def kda(
     num_segments: int | None,
     scale: float,
     gate_lower_bound: float | None,
+    gradient: Gradient = "xla",
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.kda.kda` and, with A_log, `pallas_kernels.kda.kda_from_raw`; returns (o, final_state).
 
-    Its gradient runs `xla` forward again and then backward. `interpret` is what Pallas takes to run without a GPU.
+    The gradient keeps the inputs alone. "xla" runs `xla` forward again and then backward; "kernels" has Hopper kernels of its
+    own where the gate is bounded from -5.5 up, and is "xla" elsewhere. They aren't the default because on a card the gradient
+    of a slow decay came out with an error of 5 % that the interpreter doesn't show. `interpret` is what Pallas takes to run
+    without a GPU.
     """
-    how = _How(num_segments, scale, gate_lower_bound, interpret)
+    how = _How(num_segments, scale, gate_lower_bound, gradient, interpret)
     arrays = _Floats(q, k, v, g, beta, A_log, dt_bias, initial_state), _Integers(lengths, segment_ids)
     return _kda(how, *align(*arrays))
 
@@ -165,30 +172,45 @@ def _forward(how: _How, floats: _Floats, integers: _Integers) -> Any:
 
 def _backward(how: _How, saved: tuple[_Floats, _Integers], cotangents: Any) -> tuple[_Floats, None]:
     floats, integers = saved
+    bounded = how.gate_lower_bound is not None and how.gate_lower_bound >= xla.LOWEST_SINGLE_REFERENCE
+    if how.gradient == "xla" or how.gate_lower_bound is None or not bounded:
+        return jax.vjp(partial(_again, how, integers), floats)[1](cotangents)[0], None
+    from pallas_kernels.kda import gpu_backward
 
-    def again(floats: _Floats) -> tuple[jax.Array, jax.Array]:
-        q, k, v, g, beta, A_log, dt_bias, initial_state = floats
-        if A_log is not None and dt_bias is not None:
-            q, k = l2_normalize(q), l2_normalize(k)
-            g, beta = gate(g, A_log, dt_bias, how.gate_lower_bound), jax.nn.sigmoid(beta.astype(jnp.float32))
-        o, state, _ = xla.kda(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            initial_state=initial_state,
-            **integers._asdict(),
-            num_segments=how.num_segments,
-            state_positions=None,
-            scale=how.scale,
-            gate_lower_bound=how.gate_lower_bound,
-            chunk_size=None,
-            chunk_scan=xla.best_chunk_scan(q.shape[0] * q.shape[2]),
-        )
-        return o, state
+    found = gpu_backward.gradients(
+        gpu_backward.Inputs(*floats),
+        *cotangents,
+        **integers._asdict(),
+        num_segments=how.num_segments,
+        scale=how.scale,
+        gate_lower_bound=how.gate_lower_bound,
+        interpret=how.interpret,
+    )
+    return align(_Floats(*found), floats)[0], None
 
-    return jax.vjp(again, floats)[1](cotangents)[0], None
+
+def _again(how: _How, integers: _Integers, floats: _Floats) -> tuple[jax.Array, jax.Array]:
+    """The same in plain JAX."""
+    q, k, v, g, beta, A_log, dt_bias, initial_state = floats
+    if A_log is not None and dt_bias is not None:
+        q, k = l2_normalize(q), l2_normalize(k)
+        g, beta = gate(g, A_log, dt_bias, how.gate_lower_bound), jax.nn.sigmoid(beta.astype(jnp.float32))
+    o, state, _ = xla.kda(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        initial_state=initial_state,
+        **integers._asdict(),
+        num_segments=how.num_segments,
+        state_positions=None,
+        scale=how.scale,
+        gate_lower_bound=how.gate_lower_bound,
+        chunk_size=None,
+        chunk_scan=xla.best_chunk_scan(q.shape[0] * q.shape[2]),
+    )
+    return o, state
 
 
 _kda.defvjp(_forward, _backward)
