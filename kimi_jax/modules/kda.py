@@ -12,8 +12,9 @@ from kimi_jax.modules.linear import linear
 from kimi_jax.params import param
 from kimi_jax.shards import ALONE, Shards
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.kda import gate
+from pallas_kernels.kda import conv_decode_obstacle, gate, kda_conv_decode
 from pallas_kernels.precision import at_least_float32
+from pallas_kernels.target import platform
 
 
 class KdaState(NamedTuple):
@@ -114,21 +115,61 @@ class KimiDeltaAttention(nnx.Module):
         out = linear(gated.reshape(batch, tokens, heads * width), self.output[...])
         return out, KdaState(result.final_state, tail)
 
+    def decode(
+        self,
+        x: Float[Array, "B 1 D"],
+        pools: KdaState,
+        slots: Int[Array, " B"],
+        implementation: Implementation | None = None,
+    ) -> tuple[Float[Array, "B 1 D"], KdaState] | None:
+        """One new token a row on states that stay where they are, or None where no kernel writes them in place.
+
+        Args:
+            x: normalised layer input.
+            pools: states and tails of many slots; donate them.
+            slots: the slot of each row; negative for rows without a new token, whose output is 0.
+            implementation: of `pallas_kernels.kda.kda_conv_decode`.
+
+        Returns:
+            (output, the pools after the token).
+        """
+        if platform() != "gpu":
+            return None
+        batch, _, hidden = x.shape
+        heads, width = self.dt_bias.shape
+        row = x[:, 0]
+        projected = linear(row, self.qkv[...].reshape(-1, hidden))
+        arguments = (
+            projected,
+            self.conv[...].reshape(projected.shape[-1], -1),
+            self._decay(row),
+            linear(row, self.beta[...]),
+            self.A_log[...],
+            self.dt_bias[...],
+            *pools,
+        )
+        bound = self.config.kda.gate_lower_bound
+        if conv_decode_obstacle(*arguments, gate_lower_bound=bound, implementation=implementation) is not None:
+            return None
+        o, *after = kda_conv_decode(*arguments, slots, gate_lower_bound=bound, implementation=implementation)
+        gated = self._gated_norm(o, self._output_gate(row).reshape(batch, heads, width))
+        return linear(gated.reshape(batch, 1, heads * width), self.output[...]), KdaState(*after)
+
     def gates(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:
         """(log decay of each key channel, strength of the write) of each token; float32 or better."""
         decay = gate(self._decay(x), self.A_log[...], self.dt_bias[...], self.config.kda.gate_lower_bound)
         return decay, jax.nn.sigmoid(linear(x, self.beta[...]).astype(at_least_float32(x)))
 
-    def _decay(self, x: Float[Array, "B T D"]) -> Float[Array, "B T H K"]:
+    def _decay(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows H K"]:
         raw = linear(linear(x, self.decay_down[...]), self.decay_up[...])
-        return raw.reshape(*x.shape[:2], *self.dt_bias.shape)
+        return raw.reshape(*x.shape[:-1], *self.dt_bias.shape)
 
-    def _output_gate(self, x: Float[Array, "B T D"]) -> Float[Array, "B T P"]:
+    def _output_gate(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows P"]:
         if self.config.kda.full_rank_gate:
             return linear(x, self.output_gate[...])
         return linear(linear(x, self.output_gate_down[...]), self.output_gate_up[...])
 
-    def _gated_norm(self, o: Float[Array, "B T H V"], logits: Float[Array, "B T H V"]) -> Float[Array, "B T H V"]:
+    def _gated_norm(self, o: Float[Array, "*rows H V"], logits: Float[Array, "*rows H V"]) -> Float[Array, "*rows H V"]:
         """(o · rsqrt(mean o² + eps) · w) · σ(logits), all in float32, one cast at the end."""
         dtype = at_least_float32(o)
         wide = o.astype(dtype)

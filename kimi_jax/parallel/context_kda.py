@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from kimi_jax.parallel.zigzag import AxisName
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.kda import gate, kda, kda_from_raw, l2_normalize
+from pallas_kernels.kda import gate, kda, kda_from_raw, l2_normalize, raw_obstacle
 from pallas_kernels.kda.xla import FORGET
 from pallas_kernels.manual_axes import align
 from pallas_kernels.precision import at_least_float32, einsum
@@ -155,8 +155,8 @@ def kda_from_raw_sharded(
         scale: of q.
         gate_lower_bound: of the gate.
         implementation: of `kda_from_raw` or `kda`.
-        as_heads: whether the identity's columns are heads, which K = V and no segment_ids allow. None: where "gpu" is
-            named; on two GPUs a whole model that ran so differed from one GPU by more than rounding.
+        as_heads: whether the identity's columns are heads, which K = V and no segment_ids allow. None: where a kernel
+            takes the call so.
 
     Returns:
         As `kda_sharded`.
@@ -168,7 +168,11 @@ def kda_from_raw_sharded(
     """
     options: dict[str, Any] = {"scale": scale, "implementation": implementation, "gate_lower_bound": gate_lower_bound}
     allowed = q.shape[-1] == v.shape[-1] and segment_ids is None
-    as_heads = allowed and (implementation == "gpu" if as_heads is None else as_heads)
+    if as_heads is None:
+        as_heads = implementation == "gpu" or (
+            implementation is None and raw_obstacle(q, k, v, raw, beta_logits, A_log, dt_bias, initial_state) is None
+        )
+    as_heads = allowed and as_heads
     if jax.lax.axis_size(axis) == 1 or not as_heads:
         return kda_sharded(
             l2_normalize(q),

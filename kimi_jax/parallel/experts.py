@@ -11,7 +11,8 @@ together, all exact for every routing, without a capacity and without dropped to
 Static shapes must hold the worst routing, in which one device gets every row. Buffers are made for an even routing
 and some slack instead, and are filled as often as it takes: rows that meet a device's experts are numbered, and window
 w holds numbers w·R..w·R+R−1. How many windows there are is known at run time, and, where devices exchange rows, to all
-of them. So memory is bounded whatever the routing, and an even one costs no more than its rows.
+of them. So memory is bounded whatever the routing, and an even one costs no more than its rows. Where the worst routing
+of all tokens fits, as in decoding, one window holds it and there is no loop: on GPUs the host decides every trip of a loop.
 
 Sending a row once a device instead of once an expert would save little: with k = 16 experts a token over 128 devices,
 15.1 of them get a token. Over few devices it saves more, and there the gathered form, which does so, moves fewer bytes.
@@ -27,10 +28,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kimi_jax.modules.experts import ExpertStack, Routing
+from kimi_jax.modules.experts import ExpertStack, Routing, run_experts
 from kimi_jax.modules.mlp import GatedActivation
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.expert_layer import expert_mlp
+from pallas_kernels.gate import Gate
 from pallas_kernels.manual_axes import align
 from pallas_kernels.mxfp4 import Mxfp4
 from pallas_kernels.precision import at_least_float32, einsum
@@ -101,7 +103,8 @@ def run_experts_sharded(
             bytes, and `gathered` elsewhere: CPUs lack the ragged collective, and on GPUs it hasn't been tried.
         budget: bytes for temporaries of the forward pass; the backward pass takes about twice as many, and float32
             sums of the gradients of an array stack. Tokens are processed in as many blocks as it takes, of at least
-            one token a device, and their rows in windows of at least 256.
+            one token a device, and their rows in windows of at least 256. One device runs all tokens at once, as
+            `run_experts` does, whatever the budget.
         implementation: of the grouped products.
         ragged_all_to_all: another function of the same meaning.
 
@@ -122,6 +125,9 @@ def run_experts_sharded(
         raise ValueError(f"run_experts_sharded: budget is {budget}; it must be a positive number of bytes.")
     if x.shape[0] == 0:
         return x
+    if size == 1:
+        x, routing, valid, stack = align(x, routing, valid, stack)
+        return run_experts(x, routing, valid, stack, num_experts, activation, implementation)
     per_token = routing.experts.shape[1]
 
     def form(kind: Exchange) -> "_Form":
@@ -139,7 +145,7 @@ def run_experts_sharded(
         )
 
     forms: tuple[tuple[str, _Form], ...]
-    if tokens == "replicated" or size == 1:
+    if tokens == "replicated":
         forms = (("default", form("replicated")),)
     elif exchange is not None:
         forms = (("default", form(exchange)),)
@@ -443,6 +449,8 @@ def block_and_window(
     blocks = -(-tokens // min(block, tokens))
     block = -(-tokens // blocks)
     most = block * per_token * (1 if kind == "replicated" else size)
+    if blocks == 1 and kind != "ragged" and block * fixed + most * window_row <= budget:
+        return block, most
     return block, min(most, max(math.ceil(SLACK * even * block), SMALLEST_WINDOW))
 
 
@@ -474,10 +482,10 @@ class _Form:
         offset: Int[Array, ""],
     ) -> Float[Array, "R D"]:
         """Each row, sorted by expert, through its expert; zeros past Σ sizes."""
-        run = partial(grouped_matmul, group_offset=offset, implementation=self.implementation)
-        hidden = run(rows, gate_up, sizes)
-        width = hidden.shape[1] // 2
-        return run(self.activation(hidden[:, :width], hidden[:, width:]), down, sizes)
+        gate = Gate(self.activation.situ_beta, self.activation.situ_linear_beta)
+        return expert_mlp(
+            rows, gate_up, down, sizes, group_offset=offset, gate=gate, implementation=self.implementation
+        )
 
     def gradients(
         self,
@@ -714,10 +722,23 @@ def _add_up(
     return _while(jnp.max(count), add, total, (outputs, place, total), "expert_sums")
 
 
+def _sum_of_all(outputs: Float[Array, "A D"], mine: _Mine, dtype: Any) -> Float[Array, "M D"]:
+    """Each token's sum as `_add_up` makes it, of one window that holds every number."""
+    total = jnp.zeros((mine.place.shape[0], outputs.shape[1]), dtype)
+    for index in range(mine.place.shape[1]):
+        place = mine.sorted_place[:, index]
+        part = mine.sorted_weights[:, index, None].astype(dtype) * outputs[jnp.minimum(place, outputs.shape[0] - 1)]
+        total = total + jnp.where((place < mine.ends[-1])[:, None], part, 0)
+    return total
+
+
 def _local_forward(form: _Form, block: _Block, stack: _Stack, device: Int[Array, ""]) -> Float[Array, "M D"]:
     """Σ_e w_e · E_e(x) over this device's experts, float32 or better."""
     mine = _mine(form, block, device)
     window = min(form.window, mine.token.size)
+    if window == mine.token.size:
+        outputs = form.experts(block.x[mine.token], stack.gate_up, stack.down, mine.sizes, stack.offset)
+        return _sum_of_all(outputs, mine, at_least_float32(block.x, block.weights))
 
     def step(index: Array, total: Array) -> Array:
         low = index * window

@@ -13,6 +13,7 @@ from pallas_kernels.kda.decode import (
     KdaDecodeOutput,
     KdaRecords,
     KdaVerifyOutput,
+    conv_decode_obstacle,
     kda_commit,
     kda_conv_decode,
     kda_decode,
@@ -30,6 +31,7 @@ __all__ = [
     "KdaOutput",
     "KdaRecords",
     "KdaVerifyOutput",
+    "conv_decode_obstacle",
     "gate",
     "kda",
     "kda_commit",
@@ -38,6 +40,7 @@ __all__ = [
     "kda_from_raw",
     "kda_verify",
     "l2_normalize",
+    "raw_obstacle",
 ]
 
 
@@ -288,13 +291,15 @@ def kda_from_raw(
             return gpu_slots.obstacle_of_one(
                 q, k, v, wide, named=implementation == "gpu", raw=raw, gate_lower_bound=gate_lower_bound
             )
-        if raw.dtype != jnp.bfloat16:
-            return f"raw has dtype {raw.dtype}; the Hopper kernels compute the gate from bfloat16."
-        return gpu.obstacle(
+        return raw_obstacle(
             q,
             k,
             v,
-            {"beta_logits": beta_logits, "A_log": A_log, "dt_bias": dt_bias, "initial_state": initial_state},
+            raw,
+            beta_logits,
+            A_log,
+            dt_bias,
+            initial_state,
             segment_ids=segment_ids,
             num_segments=num_segments,
         )
@@ -348,6 +353,32 @@ def kda_from_raw(
         scale=scale,
         gate_lower_bound=gate_lower_bound,
         implementation=implementation,
+    )
+
+
+def raw_obstacle(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T H V"],
+    raw: Float[Array, "B T H K"],
+    beta_logits: Float[Array, "B T H"],
+    A_log: Float[Array, "H"],
+    dt_bias: Float[Array, "H K"],
+    initial_state: Float[Array, "B H K V"] | Float[Array, "B N H K V"] | None = None,
+    *,
+    segment_ids: Int[Array, "B T"] | None = None,
+    num_segments: int | None = None,
+) -> str | None:
+    """Why the GPU's kernels can't take whole sequences of `kda_from_raw`, or None; nothing is computed."""
+    if raw.dtype != jnp.bfloat16:
+        return f"raw has dtype {raw.dtype}; the Hopper kernels compute the gate from bfloat16."
+    return gpu.obstacle(
+        q,
+        k,
+        v,
+        {"beta_logits": beta_logits, "A_log": A_log, "dt_bias": dt_bias, "initial_state": initial_state},
+        segment_ids=segment_ids,
+        num_segments=num_segments,
     )
 
 

@@ -256,13 +256,17 @@ def kda_conv_decode(
         implementation,
         {
             "tpu": lambda: tpu_slots.obstacle({"x": x}, wide, state_pool, named=implementation == "tpu"),
-            "gpu": lambda: gpu_slots.obstacle(
-                {"x": x, "raw": raw},
-                wide,
+            "gpu": lambda: conv_decode_obstacle(
+                x,
+                conv_weight,
+                raw,
+                beta_logits,
+                A_log,
+                dt_bias,
                 state_pool,
-                named=implementation == "gpu",
-                unproved=gpu_slots.gate_unproved(True, gate_lower_bound),
-                taps=conv_weight.shape[1],
+                tail_pool,
+                gate_lower_bound=gate_lower_bound,
+                implementation=implementation,
             ),
             "xla": always,
             "reference": always,
@@ -306,6 +310,34 @@ def kda_conv_decode(
         implementation=choice.name,
     )
     return KdaConvDecodeOutput(o, state_pool, decode_reference.put(tail_pool, slots, tails))
+
+
+def conv_decode_obstacle(
+    x: Float[Array, "B X"],
+    conv_weight: Float[Array, "X W"],
+    raw: Float[Array, "B H K"],
+    beta_logits: Float[Array, "B H"],
+    A_log: Float[Array, "H"],
+    dt_bias: Float[Array, "H K"],
+    state_pool: Float[Array, "P H K K"],
+    tail_pool: Float[Array, "P W-1 X"],
+    *,
+    gate_lower_bound: float | None = None,
+    implementation: Implementation | None = None,
+) -> str | None:
+    """Why no GPU kernel takes a call of `kda_conv_decode` with these arguments, or None; nothing is computed."""
+    if implementation not in (None, "gpu"):
+        return f"implementation={implementation!r} was named."
+    if tail_pool.dtype != x.dtype:
+        return f"the tails are {tail_pool.dtype} and the inputs {x.dtype}."
+    return gpu_slots.obstacle(
+        {"x": x, "raw": raw},
+        {"state_pool": state_pool, "A_log": A_log, "dt_bias": dt_bias},
+        state_pool,
+        named=implementation == "gpu",
+        unproved=gpu_slots.gate_unproved(True, gate_lower_bound),
+        taps=conv_weight.shape[1],
+    )
 
 
 def kda_verify(
