@@ -78,11 +78,9 @@ def tuned(queries: int, heads: int, tiles: int, packed: bool, blocks: int = 132)
     """How to cut a call of `queries` queries, `tiles` tiles of keys each.
 
     Few queries leave multiprocessors idle: their keys are split until the last round of blocks of threads is full, as
-    long as that gains more than starting and merging them costs. The paired form is for bfloat16: with FP8 it hasn't been
-    timed, so 96 heads are twice 48 there.
+    long as that gains more than starting and merging them costs.
     """
-    widest = _WIDEST_ALONE if packed else _WIDEST
-    pieces = -(-heads // widest)
+    pieces = -(-heads // _WIDEST)
     share = -(-heads // pieces)
     paired = share > _WIDEST_ALONE
     share = _WIDEST if paired else -(-share // 16) * 16
@@ -91,6 +89,8 @@ def tuned(queries: int, heads: int, tiles: int, packed: bool, blocks: int = 132)
         range(1, min(tiles, 64) + 1),
         key=lambda count: (-(-items * count // blocks)) * (-(-tiles // count) + _OVERHEAD + (count > 1)),
     )
+    if paired and packed:
+        return Tuning(share, splits, True, 0, 48, (232, 232, 40))
     if paired:
         return Tuning(share, splits, True, 1, 32, (240, 240, 24))
     registers = (160, 128, 64) if packed else (168, 128, 40) if share > 48 else (152, 128, 40)
