@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Processes that share the suite, a file at a time; each takes up to 4 GiB.
+WORKERS ?= 2
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # libtpu comes with the tools, to compile for TPUs that aren't there; where none is, it writes that it looked for one.
 export JAX_PLATFORMS ?= cpu
@@ -46,10 +48,10 @@ types: $(VENV)/.dev
 	$(BIN)/mypy
 
 test: lint types
-	$(BIN)/pytest --ignore tests/parity
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --ignore tests/parity
 
 fast: $(VENV)/.dev
-	$(BIN)/pytest -m "not slow" $(FAST)
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "not slow" $(FAST)
 
 parity: $(VENV)/.parity
 	$(BIN)/pytest tests/parity
