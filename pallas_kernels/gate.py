@@ -16,7 +16,7 @@ _SERIES = (-1 / 3, 2 / 15, -17 / 315, 62 / 2835)  # tanh z = z (1 + c1 z^2 + c2 
 
 @dataclass(frozen=True)
 class Gate:
-    """silu(g) · u, or [b1 · tanh(g / b1) · σ(g)] · [b2 · tanh(u / b2)].
+    """silu(g) · u, or [b1 · tanh(g / b1) · σ(g)] · [b2 · tanh(u / b2)]; σ sees the uncapped g.
 
     Attributes:
         situ_beta: b1; None is silu(g) · u.

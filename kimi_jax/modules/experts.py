@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kimi_jax.modules.mlp import GatedActivation
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.expert_layer import Gate, expert_layer
+from pallas_kernels.expert_layer import expert_layer
 from pallas_kernels.mxfp4 import Mxfp4
 
 
@@ -54,6 +54,6 @@ def run_experts(
         stack.down,
         num_experts=num_experts,
         group_offset=stack.offset,
-        gate=Gate(activation.situ_beta, activation.situ_linear_beta),
+        gate=activation,
         implementation=implementation,
     )

@@ -32,7 +32,6 @@ from kimi_jax.modules.experts import ExpertStack, Routing, run_experts
 from kimi_jax.modules.mlp import GatedActivation
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.expert_layer import expert_mlp
-from pallas_kernels.gate import Gate
 from pallas_kernels.manual_axes import align
 from pallas_kernels.mxfp4 import Mxfp4
 from pallas_kernels.precision import at_least_float32, einsum
@@ -482,10 +481,8 @@ class _Form:
         offset: Int[Array, ""],
     ) -> Float[Array, "R D"]:
         """Each row, sorted by expert, through its expert; zeros past Σ sizes."""
-        gate = Gate(self.activation.situ_beta, self.activation.situ_linear_beta)
-        return expert_mlp(
-            rows, gate_up, down, sizes, group_offset=offset, gate=gate, implementation=self.implementation
-        )
+        run = partial(expert_mlp, group_offset=offset, gate=self.activation, implementation=self.implementation)
+        return run(rows, gate_up, down, sizes)
 
     def gradients(
         self,

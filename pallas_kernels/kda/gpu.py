@@ -139,10 +139,17 @@ def kda(
     """See `pallas_kernels.kda.kda` and, with A_log, `pallas_kernels.kda.kda_from_raw`; returns (o, final_state).
 
     The gradient keeps the inputs alone. "xla" runs `xla` forward again and then backward; "kernels" has Hopper kernels of its
-    own where the gate is bounded from -5.5 up, and is "xla" elsewhere. They aren't the default because on a card the gradient
-    of a slow decay came out with an error of 5 % that the interpreter doesn't show. `interpret` is what Pallas takes to run
-    without a GPU.
+    own, which want the gate bounded from -5.5 up. They aren't the default because on a card the gradient of a slow decay came
+    out with an error of 5 % that the interpreter doesn't show. `interpret` is what Pallas takes to run without a GPU.
+
+    Raises:
+        ValueError: gradient="kernels" without such a bound.
     """
+    if gradient == "kernels" and not (gate_lower_bound is not None and gate_lower_bound >= xla.LOWEST_SINGLE_REFERENCE):
+        raise ValueError(
+            f"kda: gradient='kernels' with gate_lower_bound={gate_lower_bound}; the kernels of the gradient want a bound of "
+            f"at least {xla.LOWEST_SINGLE_REFERENCE}, and gradient='xla' takes any."
+        )
     how = _How(num_segments, scale, gate_lower_bound, gradient, interpret)
     arrays = _Floats(q, k, v, g, beta, A_log, dt_bias, initial_state), _Integers(lengths, segment_ids)
     return _kda(how, *align(*arrays))
@@ -172,8 +179,7 @@ def _forward(how: _How, floats: _Floats, integers: _Integers) -> Any:
 
 def _backward(how: _How, saved: tuple[_Floats, _Integers], cotangents: Any) -> tuple[_Floats, None]:
     floats, integers = saved
-    bounded = how.gate_lower_bound is not None and how.gate_lower_bound >= xla.LOWEST_SINGLE_REFERENCE
-    if how.gradient == "xla" or how.gate_lower_bound is None or not bounded:
+    if how.gradient == "xla" or how.gate_lower_bound is None:
         return jax.vjp(partial(_again, how, integers), floats)[1](cotangents)[0], None
     from pallas_kernels.kda import gpu_backward
 

@@ -188,9 +188,23 @@ def test_later_tokens_leave_earlier_logits_bit_identical(changed: int) -> None:
     assert np.abs(before[:, changed:] - after[:, changed:]).max() > 0.01
 
 
-def close(found: np.ndarray, want: np.ndarray) -> None:
-    """Sums in another order may turn a rounding of a key, which moves a few logits by more than float32 would."""
+def _numbers(stored: Any) -> np.ndarray:
+    return np.asarray(stored.astype(jnp.float32) if isinstance(stored, jax.Array) else stored.dequantize(jnp.float32))
+
+
+def close(found: np.ndarray, want: np.ndarray, caches: tuple[Cache, Cache], first: int = 0) -> None:
+    """Equal up to the first token of a row whose key was rounded to another number; from there on near each other.
+
+    Sums in another order may turn such a rounding, and what follows in its row isn't the same computation any more. `first`
+    is the place of the first token.
+    """
+    turned = np.zeros((ROWS, 2 * TOKENS), bool)
+    for name in ("latent", "index_key"):
+        one, two = (_numbers(getattr(x, name)) for x in caches)
+        turned |= np.any(~np.isclose(one, two, rtol=1e-3, atol=1e-6), axis=(0, 3))
+    same = ~np.logical_or.accumulate(turned, axis=1)[:, first : first + found.shape[1]]
     distance = np.abs(found - want)
+    assert np.max(distance[same], initial=0) < 1e-4
     assert np.mean(distance) < 1e-2
     assert np.max(distance) < 0.3
 
@@ -205,8 +219,8 @@ def test_prefill_in_pieces(split: tuple[int, ...]) -> None:
         new, cache = run(ids[:, first : first + size], cache=cache)
         pieces.append(new)
         first += size
-    close(np.concatenate(pieces, axis=1), whole)
     assert cache is not None
+    close(np.concatenate(pieces, axis=1), whole, (cache, kept))
     for name in ("latent", "index_key"):
         one, two = (np.asarray(getattr(x, name).dequantize(jnp.float32)) for x in (cache, kept))
         assert np.isclose(one, two, rtol=1e-4, atol=1e-6).mean() > 0.999
@@ -218,7 +232,9 @@ def test_continuations_share_a_prefix() -> None:
     other[:, :36] = ids[:, :36]
     _, shared = run(ids[:, :36])
     for text in (ids, other):
-        close(run(text[:, 36:], cache=shared)[0], run(text)[0][:, 36:])
+        found, after = run(text[:, 36:], cache=shared)
+        want, whole = run(text)
+        close(found, want[:, 36:], (after, whole), first=36)
 
 
 def test_what_lies_in_unwritten_places_does_not_matter() -> None:
@@ -263,9 +279,9 @@ def test_bits_per_byte_are_those_of_bfloat16_caches() -> None:
 
 def test_two_stages_with_bounds_are_the_exact_indexer() -> None:
     ids = prompts(6)
-    want = run(ids, form=PLAIN)[0]
-    found = run(ids, form=PLAIN, indexer=TwoStage(4, 0.25, "bound"))[0]
-    close(found, want)
+    want, exact = run(ids, form=PLAIN)
+    found, cache = run(ids, form=PLAIN, indexer=TwoStage(4, 0.25, "bound"))
+    close(found, want, (cache, exact))
     decoder = Decoder(golden_data.model(FAMILY).config)
     assert decoder.with_indexer("two_stage").two_stage == TwoStage()
     assert decoder.two_stage is None

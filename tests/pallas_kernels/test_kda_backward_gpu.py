@@ -118,3 +118,10 @@ def test_it_lowers_for_a_gpu_that_is_not_here() -> None:
     arguments = (*(token,) * 4, jax.ShapeDtypeStruct(token.shape[:3], BF16), *numbers)
     lowered = jax.jit(jax.grad(loss, argnums=tuple(range(8)))).trace(*arguments).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("mosaic_gpu") >= 6
+
+
+@pytest.mark.parametrize("bound", [None, -6.0])
+def test_kernels_of_the_gradient_want_a_bounded_gate(bound: float | None) -> None:
+    x, how = jnp.zeros((1, 1, 1, 128), jnp.bfloat16), HOW | {"gate_lower_bound": bound}
+    with pytest.raises(ValueError, match=r"gate_lower_bound=.*at least -5\.5"):
+        gpu.kda(x, x, x, x, x[..., 0], initial_state=None, **how, gradient="kernels")

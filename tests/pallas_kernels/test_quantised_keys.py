@@ -68,7 +68,10 @@ def test_most_of_the_selection_is_that_of_full_precision() -> None:
 
 def make(seed: int = 0) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
-    draw = lambda *s: jnp.asarray(rng.standard_normal(s), jnp.float32)  # noqa: E731
+
+    def draw(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
     positions = rng.integers(0, KEYS, (BATCH, QUERIES)).astype(np.int32)
     positions[0, :3] = -1, 0, KEYS - 1
     return {
