@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +53,7 @@ class MeshDecoder(Decoder):
         *,
         dense_attention: bool = False,
         indexer: Indexing = "exact",
-        layout: Layout = "zigzag",
+        layout: Layout | None = None,
         exchange: Exchange | None = None,
         split_from: int = ALIGNMENT,
     ):
@@ -65,7 +65,8 @@ class MeshDecoder(Decoder):
             implementation: passed to every operation.
             dense_attention: as in `Decoder`.
             indexer: as in `Decoder`; where devices share the keys of a row, each leaves out of its own.
-            layout: order in which attention runs queries of split rows.
+            layout: order in which attention runs queries of split rows; None: the cheaper one for each call's sizes, by
+                the planner's figures of the devices (zigzag where it has none, as of CPUs).
             exchange: how tokens meet their experts; None: as costs say.
             split_from: new tokens a row and device from which a prefill splits its rows; shorter ones run on all devices
                 of `context`, which then share the cached keys.
@@ -76,7 +77,7 @@ class MeshDecoder(Decoder):
         """
         super().__init__(config, implementation, dense_attention=dense_attention, indexer=indexer)
         self.mesh = complete(mesh)
-        self.layout: Layout = layout
+        self.layout: Layout | None = layout
         self.exchange: Exchange | None = exchange
         self.split_from = split_from
         self._sizes = dict(self.mesh.shape)
@@ -121,7 +122,7 @@ class MeshDecoder(Decoder):
     ) -> Float[Array, "B T V"]:
         """As `Decoder.logits`; the vocabulary is split over `tensor`."""
         batch, tokens = token_ids.shape
-        shards = self._shards(batch, split=True)
+        shards = self._shards(batch, split=True, tokens=tokens)
         token_ids, lengths, segment_ids = self._padded(token_ids, lengths, segment_ids, shards)
         decoder = self._decoder(shards)
 
@@ -152,8 +153,8 @@ class MeshDecoder(Decoder):
             raise ValueError(
                 "hidden: observer can't be given on a mesh; it must be None. `trace` and `gradients` see inside."
             )
-        shards = self._shards(token_ids.shape[0], split=True)
-        tokens = token_ids.shape[1]
+        batch, tokens = token_ids.shape
+        shards = self._shards(batch, split=True, tokens=tokens)
         token_ids, lengths, segment_ids = self._padded(token_ids, lengths, segment_ids, shards)
         decoder = self._decoder(shards)
 
@@ -171,7 +172,7 @@ class MeshDecoder(Decoder):
             ValueError: the rows or the tokens of the batch don't divide.
         """
         batch, tokens = next(x.shape for x in jax.tree.leaves(part) if x.ndim)
-        shards = self._shards(batch, split=True)
+        shards = self._shards(batch, split=True, tokens=tokens, phase="train")
         parts = self._size(shards.sequence)
         if shards.split and tokens % (ALIGNMENT * parts):
             raise ValueError(
@@ -277,10 +278,28 @@ class MeshDecoder(Decoder):
         leaves, structure = jax.tree_util.tree_flatten_with_path(cache)
         return jax.tree.unflatten(structure, [specs[path[0].name] for path, _ in leaves])
 
-    def _shards(self, batch: int, *, split: bool) -> MeshShards:
+    def _shards(
+        self,
+        batch: int,
+        *,
+        split: bool,
+        tokens: int = 1,
+        context: int = 0,
+        phase: Literal["prefill", "train"] = "prefill",
+    ) -> MeshShards:
+        """How so many rows are spread; `tokens`, `context` and `phase` matter only where rows are split."""
         rows, sequence = axes_of(batch, self._sizes)
         split = split and self._size(sequence) > 1
-        return MeshShards(rows, sequence, split, self.layout, self.exchange)
+        layout = self.layout or (self._cheaper_layout(phase, batch, tokens, context) if split else "zigzag")
+        return MeshShards(rows, sequence, split, layout, self.exchange)
+
+    def _cheaper_layout(self, phase: Literal["prefill", "train"], batch: int, tokens: int, context: int) -> Layout:
+        # The planner, which judges whole steps of this class, is the one place that knows what devices can do.
+        from kimi_jax.planning.strategy import cheaper_layout
+
+        tokens += -tokens % (ALIGNMENT * self._size(axes_of(batch, self._sizes)[1]))
+        work = (phase, batch, tokens, 0 if phase == "train" else max(context, tokens))
+        return cheaper_layout(self.config, self._sizes, str(self.mesh.devices.flat[0].device_kind), *work)
 
     def _decoder(self, shards: MeshShards) -> Decoder:
         return Decoder(
@@ -307,7 +326,8 @@ class MeshDecoder(Decoder):
         batch, tokens = token_ids.shape
         check_room(tokens, cache.capacity)
         parts = self._size(self._shards(batch, split=False).sequence)
-        shards = self._shards(batch, split=tokens >= self.split_from * parts)
+        split = tokens >= self.split_from * parts
+        shards = self._shards(batch, split=split, tokens=tokens, context=cache.capacity)
         token_ids, lengths, _ = self._padded(token_ids, lengths, None, shards)
         return shards, token_ids, lengths, tokens
 

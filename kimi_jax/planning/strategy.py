@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kimi_jax.config import KimiConfig
+from kimi_jax.parallel.zigzag import Layout
 from kimi_jax.planning.chips import CHIPS, GIB, Chip
-from kimi_jax.planning.step_cost import Part, Spread, StepCost, StepModel, Workload
+from kimi_jax.planning.step_cost import Part, Phase, Spread, StepCost, StepModel, Workload
 from kimi_jax.planning.topology import Topology
 from kimi_jax.sharding import MESH_AXES, ShardingError, num_devices
 
@@ -206,7 +207,7 @@ def choose_mesh(
     if len(devices) == 1:
         return {}, "one device"
     kind = str(devices[0].device_kind)
-    chip = next((chip for chip in CHIPS.values() if chip.kind == kind), None)
+    chip = _chip_of(kind)
     if chip is None:
         return _largest_split(config, len(devices), kind)
     context = min(context, config.max_position_embeddings)
@@ -216,6 +217,33 @@ def choose_mesh(
     phases = [Workload("prefill", 1, context, context), Workload("decode", rows, 1, context)]
     plan = plan_mesh(config, chip, phases, devices=len(devices), limit=limit)
     return {axis: size for axis, size in plan.sizes.items() if size > 1}, str(plan)
+
+
+def cheaper_layout(
+    config: KimiConfig, sizes: Mapping[str, int], kind: str, phase: Phase, rows: int, tokens: int, context: int
+) -> Layout:
+    """The order in which attention runs the queries of rows whose tokens are split, by what a layer costs in each.
+
+    Args:
+        config: the model.
+        sizes: of the mesh axes.
+        kind: `device_kind` of JAX's devices; "zigzag" for one that has no figures in `CHIPS`.
+        phase: "prefill" or "train".
+        rows: sequences at once.
+        tokens: new ones of each row, padded.
+        context: places of each row's cache; 0 for training.
+
+    Raises:
+        ShardingError, ValueError: as `StepModel.cost`.
+    """
+    chip = _chip_of(kind)
+    if chip is None:
+        return "zigzag"
+    return StepModel(config, chip).cost(sizes, Workload(phase, rows, tokens, context)).layout
+
+
+def _chip_of(kind: str) -> Chip | None:
+    return next((chip for chip in CHIPS.values() if chip.kind == kind), None)
 
 
 def factorisations(count: int) -> Iterator[dict[str, int]]:

@@ -18,7 +18,7 @@ from kimi_jax.planning import chip_named, parse_topology
 from kimi_jax.planning.configs import find_config, named_configs
 from kimi_jax.planning.links import Group, box
 from kimi_jax.planning.step_cost import StepModel, Workload
-from kimi_jax.planning.strategy import Candidate, PlanError, choose_mesh, factorisations, plan_mesh
+from kimi_jax.planning.strategy import Candidate, PlanError, cheaper_layout, choose_mesh, factorisations, plan_mesh
 from kimi_jax.sharding import MESH_AXES, ShardingError, make_mesh, shard_shape
 
 LARGE = find_config("kimi-k31-pro")[1]
@@ -158,6 +158,33 @@ def test_a_prefill_of_equal_parts_runs_in_zigzag_order() -> None:
     assert cost.spread.split
     # Few tokens run on all devices, and whole rows need no order.
     assert not model.cost(sizes, Workload("prefill", 1, 512, 2**17)).spread.split
+
+
+@pytest.mark.parametrize("kind", ["TPU v5", "NVIDIA H200"])
+def test_a_call_takes_the_order_that_costs_less(kind: str) -> None:
+    sizes = {"context": 4, "tensor": 8}
+    # Few tokens attend as much in either order, and moving them costs; many leave the last device most of the work.
+    assert cheaper_layout(LARGE, sizes, kind, "prefill", 1, 2048, 2048) == "contiguous"
+    assert cheaper_layout(LARGE, sizes, kind, "prefill", 1, 2**20, 2**20) == "zigzag"
+    assert cheaper_layout(LARGE, sizes, kind, "train", 1, 2**17, 0) == "zigzag"
+    assert cheaper_layout(LARGE, sizes, "cpu", "prefill", 1, 2048, 2048) == "zigzag"
+
+
+def test_a_mesh_decoder_asks_for_the_order_of_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def answer(config: object, sizes: object, kind: str, *work: object) -> str:
+        asked.append(work)
+        return "contiguous"
+
+    monkeypatch.setattr("kimi_jax.planning.strategy.cheaper_layout", answer)
+    decoder = MeshDecoder(TINY, make_mesh({"context": 2}))
+    tokens, cache = jnp.zeros((1, 300), jnp.int32), Decoder(TINY).allocate(1, 512)
+    assert decoder._prepared(tokens, cache, None)[0].layout == "contiguous"
+    assert asked == [("prefill", 1, 512, 512)]
+    zigzag = MeshDecoder(TINY, make_mesh({"context": 2}), layout="zigzag")
+    assert zigzag._prepared(tokens, cache, None)[0].layout == "zigzag"
+    assert len(asked) == 1
 
 
 def test_pieces_of_a_prompt_do_what_the_prompt_does() -> None:
