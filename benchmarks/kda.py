@@ -5,8 +5,8 @@
 Inputs are what a layer's projections give: q, k, v, the raw decay and the logits of beta in bfloat16, with gate, norms and
 sigmoid inside; the state is float32 in and out. Each case is checked against the token recurrence, then timed as calls
 chained inside one program by the state, which leaves out the host. The floor is all inputs and outputs once at 4.3 TB/s.
-Cases that end in _gradient are calls and their gradients for every input, in Hopper kernels, on given cotangents; the floor
-there adds the gradient's inputs and outputs, and the errors are those of 1024 such tokens: o, and the worst gradient's.
+Cases that end in _gradient are calls and their gradients for every input, on given cotangents; the floor there adds the
+gradient's inputs and outputs, and the errors are those of 1024 such tokens: o, and the worst gradient's.
 FLA's chunk_kda (safe gate, everything in its kernels) is timed with events in the same process if torch and fla-core are
 installed; its first call of a case tunes itself.
 """
@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.kda import gate, gpu, kda_from_raw, l2_normalize
+from pallas_kernels.kda import gate, kda_from_raw, l2_normalize
 from pallas_kernels.kda.specs import MIXED
 
 BYTES = 4.3e12
@@ -88,17 +88,6 @@ def draw(case: Case) -> tuple[Any, ...]:
 def run(case: Case, *arrays: Any) -> tuple[jax.Array, jax.Array]:
     """(o, the state after it)."""
     *inputs, state, ids = arrays
-    if case.gradient and case.bound is not None:
-        return gpu.kda(
-            *inputs,
-            initial_state=state,
-            lengths=None,
-            segment_ids=ids,
-            num_segments=len(case.segments) or None,
-            scale=WIDTH**-0.5,
-            gate_lower_bound=case.bound,
-            gradient="kernels",
-        )
     result = kda_from_raw(
         *inputs,
         initial_state=state,

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -160,8 +160,18 @@ def difference(got: Any, want: Any) -> jax.Array:
     return jnp.max(jnp.stack(jax.tree.leaves(jax.tree.map(one, got, want))))
 
 
-def measure(case: Case) -> dict[str, Any]:
-    """Times, floor and error of one case."""
+class Prepared(NamedTuple):
+    """A case with its inputs drawn and its programs compiled."""
+
+    compiled: list[Any]  # a chain of calls; a call and one of `xla` if it is checked
+    given: Any
+    places: Any
+    slots: jax.Array
+    size: float
+
+
+def prepare(case: Case, checked: bool = True) -> Prepared:
+    """Draws and compiles."""
     call, given, places, size = draw(case)
     slots = jnp.asarray(np.random.default_rng(time.time_ns()).permutation(case.pool)[: case.slots], jnp.int32)
     single = jax.jit(partial(call, implementation="gpu"))
@@ -175,17 +185,25 @@ def measure(case: Case) -> dict[str, Any]:
         return jax.lax.fori_loop(0, CALLS, one, (places, jnp.float32(0)))
 
     chained = jax.jit(chain, donate_argnums=1)
-    line: dict[str, Any] = {"case": case.name, "floor_us": 1e6 * size / BYTES}
     plain = jax.jit(partial(call, implementation="xla"))
     with ThreadPoolExecutor() as pool:
-        compiled = list(pool.map(lambda run: run.lower(given, places, slots).compile(), (single, chained, plain)))
-    expected = compiled[2](given, places, slots)
-    line["error"] = float(difference(compiled[0](given, places, slots), expected))
-    del expected
+        runs = (chained, single, plain) if checked else (chained,)
+        compiled = list(pool.map(lambda run: run.lower(given, places, slots).compile(), runs))
+    return Prepared(compiled, given, places, slots, size)
+
+
+def measure(case: Case, prepared: Prepared | None = None) -> dict[str, Any]:
+    """Times, floor and error of one case."""
+    compiled, given, places, slots, size = prepared or prepare(case)
+    line: dict[str, Any] = {"case": case.name, "floor_us": 1e6 * size / BYTES}
+    if len(compiled) > 1:
+        expected = compiled[2](given, places, slots)
+        line["error"] = float(difference(compiled[1](given, places, slots), expected))
+        del expected
     state = {"places": places}
 
     def run() -> Any:
-        state["places"], total = compiled[1](given, state["places"], slots)
+        state["places"], total = compiled[0](given, state["places"], slots)
         return total
 
     jax.block_until_ready(run())

@@ -44,6 +44,7 @@ def choose(
     operation: str,
     requested: Implementation | None,
     candidates: Mapping[Implementation, Callable[[], str | None]],
+    notes: Mapping[Implementation, Callable[[], str | None]] | None = None,
 ) -> Choice:
     """Picks an implementation of `operation`.
 
@@ -52,6 +53,7 @@ def choose(
         requested: an implementation by name, or None for the best one that can run.
         candidates: implementations in order of preference. Each value returns None when that implementation can run
             for the call at hand, or a sentence saying why it can't.
+        notes: what else to say, after the reason, of an implementation that is picked: how it will run.
 
     Returns:
         The choice. `reference` is never picked unless it is named: it is a definition, not a way to run a model.
@@ -60,6 +62,8 @@ def choose(
         UnsupportedImplementationError: `requested` isn't known, or can't run here.
     """
     choice = _choose(operation, requested, candidates)
+    if notes is not None and choice.name in notes and (note := notes[choice.name]()) is not None:
+        choice = Choice(choice.name, f"{choice.reason}; {note}")
     for found in _LISTENING.get():
         found[operation] = choice
     return choice

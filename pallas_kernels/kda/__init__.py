@@ -1,5 +1,6 @@
 """Kimi Delta Attention: linear attention with a state per head, a decay per key channel and the delta rule."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -74,6 +75,7 @@ def kda(
     gate_lower_bound: float | None = None,
     chunk_size: int | None = None,
     chunk_scan: ChunkScan | None = None,
+    segments: int | None = None,
     implementation: Implementation | None = None,
 ) -> KdaOutput:
     """Runs the gated delta rule over T tokens.
@@ -104,23 +106,28 @@ def kda(
             row's last one, and the cost doesn't depend on the number of sequences. This is the form for training; a NaN
             in a sequence reaches the ones after it there, but not with num_segments.
         state_positions: numbers of tokens, 0 to the row's length, after which to report the state; the larger ones are
-            taken as the length. In any order. Not with segment_ids. Each costs up to a chunk.
+            taken as the length. In any order. Not with segment_ids. Each costs up to a chunk. The gradient is then that
+            of "xla" everywhere.
         scale: of q; None: K^(-1/2).
         gate_lower_bound: a promise that g >= this bound, negative. From -5.5 up it makes `xla` faster; a g below the
             promised bound gives wrong results.
         chunk_size: tokens a chunk, a multiple of 16. None: 64, or less for short sequences. The TPU kernel has 16, 32, 64
             and 128.
-        chunk_scan: how `xla` passes from chunk to chunk: one after the other ("sequential"), a few parts of the
-            sequence side by side ("segments"), or as a tree over as many chunks as 1 GiB of K x (K + V) matrices allows
-            ("associative"). The last two are for few heads and long sequences; the results differ by rounding. None:
-            "associative" on a GPU with at most 128 rows times heads, where steps take longer to start than to run,
-            else "sequential".
+        chunk_scan: how `xla` passes from chunk to chunk: one after the other ("sequential"), or as a tree over as many
+            chunks as 1 GiB of K x (K + V) matrices allows ("associative"), which is for few heads and long sequences; the
+            results differ by rounding. None: "associative" on a GPU with at most 128 rows times heads, where steps take
+            longer to start than to run, if there are no segments, else "sequential".
+        segments: into how many parts to cut each sequence ("xla": the chunks of a row that it holds at once), which then
+            run side by side, from zeros and the identity to find out what each does to a state, and again from the state
+            that enters it. For few heads and long sequences; the results differ by rounding. Where the kernels cut depends
+            on the sequence's own length and this number. None: "gpu" takes what a model of its time says is fastest for
+            the shapes and the GPU's multiprocessors, and says it with its choice; the others take 1. "reference" has none.
         implementation: None takes the best that can run. "tpu" takes widths K and V that are multiples of 128, q, k and
-            v in float32 or bfloat16, and no state_positions. With bfloat16 its products keep 16 bits of each operand.
-            Its gradient is that of "xla". "gpu" takes widths of 128, q, k and v in bfloat16, chunks of 64
-            and, with segment_ids, num_segments; it is faster with a gate_lower_bound from -5.5 up. Its products take
-            bfloat16, its gradient is that of "xla". More than one token it takes only by name; one token runs in the
-            kernel of `kda_decode`, in float32.
+            v in float32 or bfloat16. With bfloat16 its products keep 16 bits of each operand. Its gradient is a kernel,
+            too, or that of "xla" with segments or state_positions. "gpu" takes widths of 128, q, k and v in bfloat16,
+            chunks of 64 and, with segment_ids, num_segments; it is faster with a gate_lower_bound from -5.5 up. Its
+            products take bfloat16; its gradient is that of "xla", and for `kda_from_raw` kernels', too, with such a bound
+            and without state_positions; the choice says which. One token runs in the kernel of `kda_decode`, in float32.
 
     Returns:
         KdaOutput(o, final_state, states).
@@ -139,11 +146,13 @@ def kda(
         )
     if chunk_size is not None and (chunk_size <= 0 or chunk_size % RUN):
         raise ValueError(f"kda: chunk_size is {chunk_size}; it must be a positive multiple of {RUN}.")
-    if chunk_scan not in (None, "sequential", "segments", "associative"):
-        raise ValueError(
-            f"kda: chunk_scan is {chunk_scan!r}; it must be 'sequential', 'segments' or 'associative', or None."
-        )
+    if chunk_scan not in (None, "sequential", "associative"):
+        raise ValueError(f"kda: chunk_scan is {chunk_scan!r}; it must be 'sequential' or 'associative', or None.")
+    _check_segments("kda", segments)
+    if chunk_scan == "associative" and segments not in (None, 1):
+        raise ValueError(f"kda: segments is {segments}, and chunk_scan='associative' has none; leave one of them out.")
     one_token = q.shape[1] == 1 and segment_ids is None and state_positions is None
+    note = partial(_note, q, num_segments, state_positions, gate_lower_bound, segments, one_token, raw=False)
     choice = choose(
         "kda",
         implementation,
@@ -155,7 +164,6 @@ def kda(
                 g,
                 beta,
                 initial_state=initial_state,
-                state_positions=state_positions,
                 chunk_size=chunk_size,
                 chunk_scan=chunk_scan,
                 named=implementation == "tpu",
@@ -172,15 +180,14 @@ def kda(
                     {"g": g, "beta": beta, "initial_state": initial_state},
                     segment_ids=segment_ids,
                     num_segments=num_segments,
-                    state_positions=state_positions,
                     chunk_size=chunk_size,
                     chunk_scan=chunk_scan,
-                    named=implementation == "gpu",
                 )
             ),
             "xla": always,
             "reference": always,
         },
+        {"gpu": note},
     )
     if initial_state is not None:
         initial_state = initial_state.astype(at_least_float32(q, k, v, g, beta, initial_state))
@@ -193,7 +200,18 @@ def kda(
     }
     if choice.name == "tpu":
         return KdaOutput(
-            *tpu.kda(q, k, v, g, beta, **arguments, gate_lower_bound=gate_lower_bound, chunk_size=chunk_size), None
+            *tpu.kda(
+                q,
+                k,
+                v,
+                g,
+                beta,
+                **arguments,
+                state_positions=state_positions,
+                gate_lower_bound=gate_lower_bound,
+                chunk_size=chunk_size,
+                segments=segments or 1,
+            )
         )
     if choice.name == "gpu" and one_token:
         one = gpu_slots.one_token(
@@ -201,7 +219,19 @@ def kda(
         )
         return KdaOutput(*one, None)
     if choice.name == "gpu":
-        return KdaOutput(*gpu.kda(q, k, v, g, beta, **arguments, gate_lower_bound=gate_lower_bound), None)
+        return KdaOutput(
+            *gpu.kda_with_states(
+                q,
+                k,
+                v,
+                g,
+                beta,
+                **arguments,
+                state_positions=state_positions,
+                gate_lower_bound=gate_lower_bound,
+                segments=segments,
+            )
+        )
     arguments["state_positions"] = state_positions
     if choice.name == "reference":
         return KdaOutput(*reference.kda(q, k, v, g, beta, **arguments))
@@ -215,7 +245,8 @@ def kda(
             **arguments,
             gate_lower_bound=gate_lower_bound,
             chunk_size=chunk_size,
-            chunk_scan=chunk_scan or best_chunk_scan(q.shape[0] * q.shape[2]),
+            chunk_scan=chunk_scan or (best_chunk_scan(q.shape[0] * q.shape[2]) if segments is None else "sequential"),
+            segments=segments or 1,
         )
     )
 
@@ -233,8 +264,10 @@ def kda_from_raw(
     lengths: Int[Array, "B"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     num_segments: int | None = None,
+    state_positions: Int[Array, "B M"] | None = None,
     scale: float | None = None,
     gate_lower_bound: float | None = None,
+    segments: int | None = None,
     implementation: Implementation | None = None,
 ) -> KdaOutput:
     """Runs `kda` on what a layer's projections give.
@@ -256,12 +289,14 @@ def kda_from_raw(
         lengths: tokens of each row that count.
         segment_ids: packed sequences.
         num_segments: how many states to keep per row.
+        state_positions: numbers of tokens after which to report the state.
         scale: of q.
         gate_lower_bound: of `gate`.
+        segments: into how many parts to cut each sequence.
         implementation: None takes the best that can run.
 
     Returns:
-        KdaOutput(o, final_state, None).
+        KdaOutput(o, final_state, states).
 
     Raises:
         ValueError: sizes that don't fit, or arguments that contradict each other.
@@ -280,10 +315,12 @@ def kda_from_raw(
         raise ValueError(
             f"kda_from_raw: gate_lower_bound is {gate_lower_bound}; it must be negative, or None if the gate has no bound."
         )
+    _check_segments("kda_from_raw", segments)
     dtype = at_least_float32(raw, A_log, dt_bias)
     decays = jax.ShapeDtypeStruct(raw.shape, dtype)
     betas = jax.ShapeDtypeStruct(beta_logits.shape, at_least_float32(beta_logits))
-    one_token = q.shape[1] == 1 and segment_ids is None
+    one_token = q.shape[1] == 1 and segment_ids is None and state_positions is None
+    note = partial(_note, q, num_segments, state_positions, gate_lower_bound, segments, one_token, raw=True)
 
     def obstacle() -> str | None:
         if one_token:
@@ -306,9 +343,14 @@ def kda_from_raw(
 
     # Elsewhere `kda` chooses, and says so.
     if implementation == "gpu" or (implementation is None and platform() == "gpu"):
-        choice = choose("kda_from_raw", implementation, {"gpu": obstacle, "xla": always})
+        choice = choose(
+            "kda_from_raw",
+            implementation,
+            {"gpu": obstacle, "xla": always},
+            {"gpu": note},
+        )
         if choice.name == "gpu":
-            _check(q, k, v, decays, betas, initial_state, lengths, segment_ids, num_segments, None)
+            _check(q, k, v, decays, betas, initial_state, lengths, segment_ids, num_segments, state_positions)
             if one_token:
                 one = gpu_slots.one_token(
                     q,
@@ -324,7 +366,7 @@ def kda_from_raw(
                     gate_lower_bound=gate_lower_bound,
                 )
                 return KdaOutput(*one, None)
-            o, state = gpu.kda(
+            found = gpu.kda_with_states(
                 q,
                 k,
                 v,
@@ -336,10 +378,19 @@ def kda_from_raw(
                 lengths=lengths,
                 segment_ids=segment_ids,
                 num_segments=num_segments,
+                state_positions=state_positions,
                 scale=q.shape[-1] ** -0.5 if scale is None else scale,
                 gate_lower_bound=gate_lower_bound,
+                segments=segments,
             )
-            return KdaOutput(o, state, None)
+            return KdaOutput(*found)
+    counts = None if segment_ids is None else segment_ids >= 0
+    if lengths is not None:
+        counts = jnp.arange(q.shape[1]) < lengths[:, None]
+    if counts is not None:
+        # Padding may be NaN, which the norms and the gate would bring into the gradient of what counts.
+        q, k, raw = (jnp.where(counts[..., None, None], x, jnp.zeros((), x.dtype)) for x in (q, k, raw))
+        beta_logits = jnp.where(counts[..., None], beta_logits, jnp.zeros((), beta_logits.dtype))
     return kda(
         l2_normalize(q),
         l2_normalize(k),
@@ -350,8 +401,10 @@ def kda_from_raw(
         lengths=lengths,
         segment_ids=segment_ids,
         num_segments=num_segments,
+        state_positions=state_positions,
         scale=scale,
         gate_lower_bound=gate_lower_bound,
+        segments=segments,
         implementation=implementation,
     )
 
@@ -380,6 +433,27 @@ def raw_obstacle(
         segment_ids=segment_ids,
         num_segments=num_segments,
     )
+
+
+def _note(
+    q: Array,
+    num_segments: int | None,
+    state_positions: Array | None,
+    gate_lower_bound: float | None,
+    segments: int | None,
+    one_token: bool,
+    raw: bool,
+) -> str | None:
+    """What else to say of a call that the Hopper kernels take."""
+    if one_token:
+        return None
+    gradient = gpu.gradient_in_words(gate_lower_bound, state_positions is not None, raw)
+    return f"{gpu.in_words(q, num_segments, segments)}; {gradient}"
+
+
+def _check_segments(operation: str, segments: int | None) -> None:
+    if segments is not None and segments < 1:
+        raise ValueError(f"{operation}: segments is {segments}; it must be at least 1, or None.")
 
 
 def _check(

@@ -18,12 +18,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels.kda.gpu_backward_pairs import BALANCE, RUNS, Given, gather
 from pallas_kernels.kda.gpu_backward_solve import correct
-from pallas_kernels.kda.gpu_prefill_warp import CHUNK, RUN
-from pallas_kernels.precision import einsum
+from pallas_kernels.kda.gpu_prefill_warp import RUN
 
 LEAST_BETA = 2.0**-13
 """A smaller β is taken for this in the gradient, which moves by less than its rounding; it divides by β."""
@@ -66,9 +64,8 @@ class Around(NamedTuple):
 def pull(laid: Laid, around: Around, scale: float, interpret: Any = None) -> Laid:
     """The gradients of `laid`."""
     q, k, g, beta = laid
-    row, column = np.arange(CHUNK)[:, None], np.arange(CHUNK)
-    earlier = jnp.asarray((column <= row) & (column // RUN == row // RUN), g.dtype)
-    upto = einsum("...ij,...jk->...ik", jnp.broadcast_to(earlier, (*g.shape[:2], CHUNK, CHUNK)), g)
+    # No product with a triangle of ones: what XLA makes of one depends on what it tries out on the card.
+    upto = jnp.cumsum(g.reshape(*g.shape[:2], RUNS, RUN, g.shape[-1]), axis=3).reshape(g.shape)
     of_runs = upto[..., RUN - 1 :: RUN, :]
     table = _table(of_runs)
     keys = k.astype(jnp.bfloat16)

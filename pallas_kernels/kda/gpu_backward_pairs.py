@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.kda.gpu_prefill_warp import ACC, CHUNK, RUN, SWIZZLED, WIDTH, load, load_turned, meet
+from pallas_kernels.kda.gpu_prefill_warp import ACC, CHUNK, RUN, SWIZZLED, WIDTH, conceal, load, load_turned, meet
 from pallas_kernels.kda.gpu_registers import store
 
 RUNS = CHUNK // RUN
@@ -156,7 +156,8 @@ def gather(given: Given, interpret: Any = None) -> Found:
         plgpu.commit_smem()
 
         def masked(value: Any, axis: int, run: int) -> Any:
-            return jnp.where((iota(axis) >> 4) == run, value, 0.0).astype(jnp.bfloat16)
+            kept = jnp.where((iota(axis) >> 4) == run, value, 0.0).astype(jnp.bfloat16)
+            return conceal(kept, pairs.at[0], interpret)  # whose first row is 0
 
         for which in range(2):
             pair = tile_of(pairs.at[which])
@@ -174,9 +175,11 @@ def gather(given: Given, interpret: Any = None) -> Found:
         store(target.k.at[chunk, head, :, columns], d_k)
         meet(interpret)
         split(factors, d_total)
+        # In shared memory, since constants in registers aren't safe as left factors; see `conceal`.
+        upto_here, from_here = (pairs.at[index] for index in range(2))
+        upto_here[...] = jnp.where(iota(1) < iota(0), 1.0, 0.0).astype(jnp.bfloat16)
+        from_here[...] = jnp.where(iota(1) < iota(0), 0.0, 1.0).astype(jnp.bfloat16)
         plgpu.commit_smem()
-        upto_here = jnp.where(iota(1) < iota(0), 1.0, 0.0).astype(jnp.bfloat16)
-        from_here = jnp.where(iota(1) < iota(0), 0.0, 1.0).astype(jnp.bfloat16)
         sums = [(from_here, factors.at[part]) for part in range(2)] + [(upto_here, keys.at[part]) for part in range(2)]
         store(target.g.at[chunk, head, :, columns], products(sums)[0])
 

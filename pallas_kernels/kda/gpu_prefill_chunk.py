@@ -20,6 +20,7 @@ from pallas_kernels.kda.gpu_prefill_warp import (
     RUN,
     SWIZZLED,
     WIDTH,
+    conceal,
     fetch_betas,
     load,
     meet,
@@ -156,6 +157,7 @@ def prepare(
         summands = rows if form.bounded else scratch["summands"]
         summands[0] = high.astype(jnp.bfloat16)
         summands[1] = (decay - high).astype(jnp.bfloat16)
+        betas[...] = strengths
         incomplete = (begin > 0) | (end < CHUNK)
 
         def clear(tile: Any) -> None:
@@ -175,10 +177,11 @@ def prepare(
             row, column = iota(CHUNK, 0), iota(CHUNK, 1)
             mask = which(row & (RUN - 1), column & (RUN - 1)) & ((row >> 4) == (column >> 4))
             mask = jnp.where(mask, 1.0, 0.0).astype(jnp.bfloat16)
+            if not form.bounded:
+                mask = conceal(mask, betas.at[pl.ds(CHUNK, 2)], interpret)
             return _product([(mask, summands.at[1]), (mask, summands.at[0])], WIDTH, interpret)
 
         upto = sum_over(lambda row, column: column <= row)
-        betas[...] = strengths
         put_run_sums(table, _AFTER, upto, interpret)
         _fill_table(table, outputs.decay.at[chunk, head], form.bounded, interpret)
         meet(interpret)

@@ -24,8 +24,10 @@ from pallas_kernels.kda.gpu_prefill_warp import (
     SWIZZLED,
     WIDTH,
     load,
+    load_pairs,
     load_state,
     load_turned,
+    mask_loaded,
     store_rows,
     store_state,
     store_turned,
@@ -44,28 +46,35 @@ def advance(
     *,
     groups: int,
     stages: int,
+    segments: int = 1,
+    stops: jax.Array | None = None,
+    kept: int = 0,
     interpret: Any = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Passes over sequences.
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Passes over sequences, or segments of them.
 
     Args:
         chunks: of the first stage.
         v: [B, T, H, 128].
         tokens: as in `Plan`.
-        parts: as in `Plan`.
-        initial_state: float32 [S, H, 128, 128].
+        parts: as in `Plan`, of the segments; those of a sequence are neighbours.
+        initial_state: float32 [S * segments, H, K, V], or [..., V, K] if there are segments.
         groups: warpgroups that share a head's copies, 1 or 2; each has 64 of the value channels.
         stages: slots of the ring of copies.
+        segments: of a sequence.
+        stops: int32 [N], where among the `kept` states the one that leaves each chunk goes; negative: nowhere.
+        kept: how many states to keep on the way.
         interpret: what Pallas takes to run it without a GPU.
 
     Returns:
-        (o [B, T, H, 128], state [S, H, 128, 128]).
+        (o [B, T, H, 128], state [S, H, 128, 128], states [kept, H, 128, 128], undefined where nothing stops, or None).
     """
     heads = v.shape[2]
     halves = WIDTH // CHUNK // groups
 
     def kda_pass(tokens: Any, parts: Any, *refs: Any, **scratch: Any) -> None:
-        *stored, v, initial, o, final = refs
+        after, refs = (None, refs) if stops is None else (refs[0], refs[1:])
+        *stored, v, initial, o, final = refs[: len(Chunks._fields) + 4]
         operands = Chunks(*stored)
         group = lax.axis_index("warpgroup")
         head, half, part = (lax.axis_index(name) for name in ("head", "half", "part"))
@@ -150,7 +159,6 @@ def advance(
                     state = state * decay[...] + _dot(right, p[...])
                     plgpu.barrier_arrive(v_empty.at[v_slot])
                 else:
-                    token = plgpu.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), 1, layout=plgpu.Layout.WGMMA)
                     fade = load(decay, plgpu.Layout.WGMMA.reduce(0), optimized=False)
                     fade = lax.broadcast_in_dim(fade, state.shape, [1])
 
@@ -162,14 +170,12 @@ def advance(
                             plgpu.wgmma(out, left, q.transpose((1, 0)))
                             # While these products are on their way.
                             plgpu.barrier_wait(v_full.at[v_slot])
-                            wanted = load_turned(values, interpret).astype(jnp.float32)
-                            wanted = jnp.where((begins <= token) & (token < ends), wanted, 0)
-                            wanted = lax.optimization_barrier(wanted)
+                            wanted = mask_loaded(load_turned(values, interpret), begins, ends)
                             plgpu.barrier_arrive(v_empty.at[v_slot])
-                            put_before()  # a branch, behind which the compiler can't put the above off
                             right = (wanted - plgpu.wgmma_accumulator_load(seen, wait_n=1)).astype(jnp.bfloat16)
                             plgpu.wgmma(after, right, p)
                             plgpu.wgmma(out, right, attention)
+                            put_before()  # while these are
 
                         pl.run_scoped(through, ACC((CHUNK, CHUNK), jnp.float32))
 
@@ -177,15 +183,29 @@ def advance(
                     starts = ACC.init(state * fade), ACC.init(nothing)
                     state, out = pl.run_state(multiply)(starts)
                 plgpu.barrier_arrive(empty.at[slot])
+                if after is not None:
+                    place = after[chunk]
+
+                    @pl.when(place >= 0)
+                    def _() -> None:
+                        store_state(refs[-1].at[place, head, :, columns], state, interpret)
+
                 return state, out.astype(o.dtype)
 
-            source = initial.at[part, head, :, columns]
+            if segments == 1:
+                state = load_state(initial.at[part, head, :, columns], interpret)
+            else:
+                state = load_pairs(initial.at[part, head, columns], interpret)
             before = jnp.zeros((CHUNK, CHUNK), o.dtype)
             if interpret is None:
                 before = plgpu.layout_cast(before, plgpu.Layout.WGMMA)
-            state, before = lax.fori_loop(0, count, step, (load_state(source, interpret), before))
+            state, before = lax.fori_loop(0, count, step, (state, before))
             pl.when(count > 0)(lambda: put(begin + count - 1, before))
-            store_state(final.at[part, head, :, columns], state, interpret)
+
+            @pl.when(lax.rem(part, segments) == segments - 1)
+            def _() -> None:
+                store_state(final.at[lax.div(part, segments), head, :, columns], state, interpret)
+
             plgpu.wait_smem_to_gmem(0)
 
     scratch: dict[str, Any] = {
@@ -201,13 +221,17 @@ def advance(
         "v_full": plgpu.Barrier(num_arrivals=groups, num_barriers=_V_STAGES),
         "v_empty": plgpu.Barrier(num_arrivals=groups, num_barriers=_V_STAGES),
     }
-    out = (
+    sequences, *shape = initial_state.shape
+    out = [
         jax.ShapeDtypeStruct(v.shape, v.dtype),
-        jax.ShapeDtypeStruct(initial_state.shape, jnp.float32),
-    )
-    o, state = plgpu.kernel(
+        jax.ShapeDtypeStruct((sequences // segments, *shape), jnp.float32),
+    ]
+    if stops is not None:
+        out.append(jax.ShapeDtypeStruct((kept, *shape), jnp.float32))
+    more = () if stops is None else (stops,)
+    o, state, *states = plgpu.kernel(
         kda_pass,
-        out_type=list(out),
+        out_type=out,
         grid=(parts.shape[1], heads, halves),
         grid_names=("part", "head", "half"),
         num_threads=groups + 1,
@@ -217,8 +241,8 @@ def advance(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
         **({} if interpret is None else {"interpret": interpret}),
-    )(tokens, parts, *chunks, v, initial_state)
-    return o, state
+    )(tokens, parts, *more, *chunks, v, initial_state)
+    return o, state, states[0] if states else None
 
 
 def _dot(a: jax.Array, b: jax.Array) -> jax.Array:

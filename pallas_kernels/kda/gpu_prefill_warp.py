@@ -434,6 +434,48 @@ def store_state(state: Any, value: Any, interpret: Any) -> None:
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _WIDE))(write)(state, value)
 
 
+def store_pairs(target: Any, value: Any, interpret: Any) -> None:
+    """target[...] = value, of [64, 128] in device memory whose rows are 128 apart."""
+    if interpret is not None:
+        target[...] = value
+        return
+
+    def write(context: Any, target: Any, array: Any) -> None:
+        ir, _, llvm, _, _ = _types()
+        thread = _Thread()
+        target_type = ir.MemRefType(target.type)
+        pitch = target_type.get_strides_and_offset()[0][0]
+        pointer = mgpu.utils.memref_ptr(target)
+        for place in range(WIDTH // 8):
+            for half in range(2):
+                offset = (thread.warp * RUN + thread.row + 8 * half) * pitch + thread.column + 8 * place
+                address = _at(pointer, offset, target_type.element_type)
+                llvm.store(array.registers[_place(place, half)], address)
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _WIDE))(write)(target, value)
+
+
+def load_pairs(source: Any, interpret: Any) -> Any:
+    """What `store_pairs` writes, of float32."""
+    if interpret is not None:
+        return source[...]
+
+    def read(context: Any, source: Any) -> Any:
+        ir, _, llvm, _, f32 = _types()
+        thread = _Thread()
+        pitch = ir.MemRefType(source.type).get_strides_and_offset()[0][0]
+        pointer = mgpu.utils.memref_ptr(source)
+        registers = _registers(WIDTH)
+        for place in range(WIDTH // 8):
+            for half in range(2):
+                offset = (thread.warp * RUN + thread.row + 8 * half) * pitch + thread.column + 8 * place
+                address = _at(pointer, offset, f32)
+                registers[_place(place, half)] = llvm.load(ir.VectorType.get((2,), f32), address, alignment=8)
+        return _fragmented(registers)
+
+    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=_array(WIDTH))(read)(source)
+
+
 def _turned_blocks(tile: Any, address: Any) -> Any:
     """Yields (address, where in the registers) of four 8 x 8 blocks at a time, rows of the tile being columns there."""
     ir, _, _, _, _ = _types()
@@ -472,6 +514,44 @@ def load_turned(tile: Any, interpret: Any) -> Any:
         return _fragmented(registers)
 
     return plgpu.inline_mgpu(arg_types=(plgpu.RefType(SWIZZLED),), return_type=_array(CHUNK, jnp.bfloat16))(read)(tile)
+
+
+def conceal(value: Any, zero: Any, interpret: Any) -> Any:
+    """A bfloat16 [64, 64] in registers, of which no compiler knows any number.
+
+    A left factor whose registers hold constants, such as a mask, isn't safe: ptxas 13.0 was seen to write such a register
+    after the instruction that reads it. `zero` is where four bytes of zeros lie in shared memory; the value is joined with them.
+    """
+    if interpret is not None:
+        return value
+
+    def join(context: Any, value: Any, zero: Any) -> Any:
+        ir, arith, llvm, _, _ = _types()
+        i32, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.BF16Type.get())
+        nothing = llvm.load(i32, mgpu.utils.memref_ptr(zero), alignment=4)
+        registers = value.registers.copy()
+        for where, register in np.ndenumerate(registers):
+            joined = arith.xori(mgpu.utils.bitcast(register, i32), nothing)
+            registers[where] = mgpu.utils.bitcast(joined, pair)
+        return _fragmented(registers)
+
+    transforms = () if len(zero.shape) == 1 else SWIZZLED
+    return plgpu.inline_mgpu(arg_types=(_WIDE, plgpu.RefType(transforms)), return_type=_array(CHUNK, jnp.bfloat16))(
+        join
+    )(value, zero)
+
+
+def mask_loaded(loaded: Any, begin: Any, end: Any) -> Any:
+    """A bfloat16 [64, 64] of `load_turned` in float32, 0 outside of columns begin to end.
+
+    It takes a branch, behind which the compiler can't put off what should be done before something is waited for.
+    """
+
+    def mask() -> Any:
+        token = plgpu.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), 1, layout=_WIDE)
+        return jnp.where((begin <= token) & (token < end), loaded.astype(jnp.float32), 0)
+
+    return lax.cond((begin == 0) & (end == CHUNK), lambda: loaded.astype(jnp.float32), mask)
 
 
 def store_turned(tile: Any, value: Any, interpret: Any) -> None:

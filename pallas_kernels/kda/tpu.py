@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from pallas_kernels.kda import tpu_decode, tpu_prefill, xla
-from pallas_kernels.manual_axes import axes_left_to_xla
+from pallas_kernels.kda import tpu_backward, tpu_decode, tpu_prefill, xla
+from pallas_kernels.manual_axes import align, axes_left_to_xla
 from pallas_kernels.target import platform
 
 LANES = 128
@@ -20,6 +20,7 @@ class _How(NamedTuple):
     scale: float
     gate_lower_bound: float | None
     chunk_size: int | None
+    segments: int
     interpret: Any
 
 
@@ -35,6 +36,7 @@ class _Floats(NamedTuple):
 class _Integers(NamedTuple):
     lengths: jax.Array | None
     segment_ids: jax.Array | None
+    state_positions: jax.Array | None
 
 
 def obstacle(
@@ -45,7 +47,6 @@ def obstacle(
     beta: jax.Array,
     *,
     initial_state: jax.Array | None,
-    state_positions: jax.Array | None,
     chunk_size: int | None,
     chunk_scan: xla.ChunkScan | None,
     named: bool,
@@ -64,12 +65,10 @@ def obstacle(
     for name, wide in {"g": g, "beta": beta, "initial_state": initial_state}.items():
         if wide is not None and jnp.promote_types(wide.dtype, jnp.float32) != jnp.float32:
             return f"{name} has dtype {wide.dtype}; the TPU kernel computes in float32."
-    if state_positions is not None:
-        return "the TPU kernel doesn't report states at state_positions."
     if chunk_size not in (None, *tpu_prefill.CHUNKS):
         return f"chunk_size is {chunk_size}; the TPU kernel has {', '.join(map(str, tpu_prefill.CHUNKS))}."
     if chunk_scan not in (None, "sequential"):
-        return f"chunk_scan is {chunk_scan!r}; the TPU kernel goes through the chunks one after the other."
+        return f"chunk_scan is {chunk_scan!r}; the TPU kernel goes through a segment's chunks one after the other."
     if (left := axes_left_to_xla()) is not None:
         return left
     if platform() != "tpu" and not (named and isinstance(q, Tracer)):
@@ -91,27 +90,33 @@ def kda(
     scale: float,
     gate_lower_bound: float | None,
     chunk_size: int | None,
+    state_positions: jax.Array | None = None,
+    segments: int = 1,
     interpret: Any = False,
-) -> tuple[jax.Array, jax.Array]:
-    """See `pallas_kernels.kda.kda`; returns (o, final_state). `interpret` is Pallas's, for tests.
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """See `pallas_kernels.kda.kda`; returns (o, final_state, states). `interpret` is Pallas's, for tests.
 
-    Its gradient runs `xla` forward again and then backward.
+    Its gradient is a kernel's (`tpu_backward`); with segments, or with states at positions, `xla` runs forward again and
+    then backward.
     """
-    how = _How(num_segments, scale, gate_lower_bound, chunk_size, interpret)
-    return _kda(how, _Floats(q, k, v, g, beta, initial_state), _Integers(lengths, segment_ids))
+    how = _How(num_segments, scale, gate_lower_bound, chunk_size, segments, interpret)
+    # Outside of the rule for gradients, so that devices' gradients of what they share are added up by JAX.
+    floats = _Floats(*align(q, k, v, g, beta, initial_state))
+    return _kda(how, floats, _Integers(lengths, segment_ids, state_positions))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _kda(how: _How, floats: _Floats, integers: _Integers) -> tuple[jax.Array, jax.Array]:
+def _kda(how: _How, floats: _Floats, integers: _Integers) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     q, k, v, g, beta, state = floats
     heads, width, values = q.shape[2], q.shape[3], v.shape[3]
-    if q.shape[1] == 1 and integers.segment_ids is None and tpu_decode.fits(heads, width, values):
+    whole = integers.segment_ids is None and integers.state_positions is None
+    if q.shape[1] == 1 and whole and tpu_decode.fits(heads, width, values):
         valid = None if integers.lengths is None else integers.lengths > 0
         if state is None:
             state = jnp.zeros((q.shape[0], heads, width, values), jnp.float32)
         q, k, v, g, beta = (x[:, 0] for x in (q, k, v, g, beta))
         o, state = tpu_decode.one_token(q, k, v, g, beta, state, valid, scale=how.scale, interpret=how.interpret)
-        return o[:, None], state
+        return o[:, None], state, None
     return tpu_prefill.kda(q, k, v, g, beta, initial_state=state, **integers._asdict(), **how._asdict())
 
 
@@ -121,19 +126,24 @@ def _forward(how: _How, floats: _Floats, integers: _Integers) -> Any:
 
 def _backward(how: _How, saved: tuple[_Floats, _Integers], cotangents: Any) -> tuple[_Floats, None]:
     floats, integers = saved
+    if how.segments == 1 and integers.state_positions is None:
+        given = {name: x for name, x in integers._asdict().items() if name != "state_positions"}
+        options = {name: x for name, x in how._asdict().items() if name != "segments"}
+        state = floats.initial_state
+        found = tpu_backward.gradients(*floats[:5], *cotangents[:2], initial_state=state, **given, **options)
+        d_state = None if state is None else found.initial_state.reshape(state.shape).astype(state.dtype)
+        return _Floats(found.q, found.k, found.v, found.g, found.beta, d_state), None
 
-    def again(floats: _Floats) -> tuple[jax.Array, jax.Array]:
-        o, state, _ = xla.kda(
+    def again(floats: _Floats) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        return xla.kda(
             **floats._asdict(),
             **integers._asdict(),
             num_segments=how.num_segments,
             scale=how.scale,
             gate_lower_bound=how.gate_lower_bound,
             chunk_size=how.chunk_size,
-            state_positions=None,
             chunk_scan="sequential",
         )
-        return o, state
 
     return jax.vjp(again, floats)[1](cotangents)[0], None
 

@@ -29,7 +29,7 @@ from pallas_kernels.manual_axes import align
 from pallas_kernels.precision import at_least_float32, einsum
 from pallas_kernels.target import platform
 
-ChunkScan = Literal["sequential", "segments", "associative"]
+ChunkScan = Literal["sequential", "associative"]
 Tree = TypeVar("Tree")
 
 CHUNK = 64
@@ -38,7 +38,6 @@ LOWEST_SINGLE_REFERENCE = -5.5  # exp(±15 · 5.5) are still normal float32 numb
 BALANCE = 2.0**60  # and with this factor so are their products with small keys
 GRID = 2.0**12
 FORGET = -1000.0  # exp is 0 in float32 and float64; finite, because sums multiply it by 0
-PARTS = 4  # of the "segments" form
 PAIRS = 2**30  # bytes of the pairs that the "associative" form combines at once
 FEW = 128  # rows times heads up to which a GPU's steps take longer to start than to run
 
@@ -103,12 +102,13 @@ class _How(NamedTuple):
     bounded: bool  # every g is at least LOWEST_SINGLE_REFERENCE
     chunk_size: int | None
     chunk_scan: ChunkScan
+    segments: int
 
     def chunk(self, mean_length: int) -> int:
         return self.chunk_size or min(CHUNK, _round_up(mean_length, RUN))
 
 
-@partial(jax.jit, static_argnames=("num_segments", "scale", "gate_lower_bound", "chunk_size", "chunk_scan"))
+@partial(jax.jit, static_argnames=("num_segments", "scale", "gate_lower_bound", "chunk_size", "chunk_scan", "segments"))
 def kda(
     q: jax.Array,
     k: jax.Array,
@@ -125,12 +125,13 @@ def kda(
     gate_lower_bound: float | None,
     chunk_size: int | None,
     chunk_scan: ChunkScan,
+    segments: int = 1,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """See `pallas_kernels.kda.kda`; returns (o, final_state, states)."""
     tokens = _Tokens(q, k, v, g, beta)
     batch, length, heads, width = q.shape
     bounded = gate_lower_bound is not None and gate_lower_bound >= LOWEST_SINGLE_REFERENCE
-    how = _How(scale, bounded, chunk_size, chunk_scan)
+    how = _How(scale, bounded, chunk_size, chunk_scan, segments)
     if initial_state is None:
         many = () if num_segments is None else (num_segments,)
         initial_state = jnp.zeros((batch, *many, heads, width, v.shape[-1]), at_least_float32(*tokens))
@@ -214,10 +215,10 @@ def _all_chunks(
     group = max(1, _chunks_in_flight(tokens.q.shape[-1]) // (batch * heads))
     if how.chunk_scan == "associative":
         group = min(chunks, max(1, PAIRS // _pair_bytes(tokens, state)))
-    elif how.chunk_scan == "segments":
-        group *= PARTS
+    else:
+        group *= how.segments
     groups = -(-chunks // group)
-    group = _round_up(-(-chunks // groups), PARTS if how.chunk_scan == "segments" else 1)
+    group = _round_up(-(-chunks // groups), how.segments)
     rows = jnp.arange(batch)
 
     def by_token(x: jax.Array) -> jax.Array:
@@ -233,7 +234,7 @@ def _all_chunks(
         state: jax.Array, tokens: _Tokens, valid: jax.Array | None, restarts: _Restart | None
     ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
         work = _solve(_by_head(_prepare(tokens, valid, state.dtype), chunk), how)
-        passed = _pass_over_chunks(work, state, restarts, how.chunk_scan, keep=pieces is not None)
+        passed = _pass_over_chunks(work, state, restarts, how, keep=pieces is not None)
         o = jnp.transpose(passed.read + _matmul(work.attention, passed.corrected), (1, 0, 3, 2, 4))
         return _finish(o.reshape(batch, group * chunk, heads, -1), valid, tokens.v.dtype), passed.left, passed.last
 
@@ -418,21 +419,19 @@ def _unit_lower_inverse_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array
     return inverse, -_matmul(inverse, _matmul(tangents[0], inverse))
 
 
-def _pass_over_chunks(
-    work: _Chunk, state: jax.Array, restart: _Restart | None, form: ChunkScan, *, keep: bool
-) -> _Passed:
+def _pass_over_chunks(work: _Chunk, state: jax.Array, restart: _Restart | None, how: _How, *, keep: bool) -> _Passed:
     """S' = M S + B from chunk to chunk, M = diag(exp G_C) - (K * exp(G_C - G))^T W, B = (K * exp(G_C - G))^T U.
 
-    "sequential" goes one by one, "associative" combines pairs (M, B) as a tree, and "segments" lets a few parts of the
-    chunks run side by side: once to find every part's (M, B), and again from the state that then enters it.
+    "sequential" goes one by one, "associative" combines pairs (M, B) as a tree, and segments run side by side: once to
+    find every one's (M, B), and again from the state that then enters it.
     """
-    if form == "sequential":
-        return _sequential(work, state, restart, keep)
-    if form == "associative":
+    if how.chunk_scan == "associative":
         return _associative(work, state, restart)
+    if how.segments == 1:
+        return _sequential(work, state, restart, keep)
 
     def cut(x: jax.Array) -> jax.Array:
-        return jnp.moveaxis(x.reshape(PARTS, -1, *x.shape[1:]), 0, 1)
+        return jnp.moveaxis(x.reshape(how.segments, -1, *x.shape[1:]), 0, 1)
 
     def uncut(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x, 1, 0).reshape(-1, *x.shape[2:])
@@ -444,7 +443,7 @@ def _pass_over_chunks(
     width, values = state.shape[-2:]
     work, restart = jax.tree.map(cut, (work, restart))
     pair = jnp.eye(width, width + values, k=values, dtype=state.dtype)
-    pair = jnp.broadcast_to(pair, (PARTS, *state.shape[:-2], *pair.shape))
+    pair = jnp.broadcast_to(pair, (how.segments, *state.shape[:-2], *pair.shape))
     wide = restart and restart._replace(state=widen(restart.state))
     pair = _sequential(work._replace(u=widen(work.u)), pair, wide, keep=False).last
     entering = [state]

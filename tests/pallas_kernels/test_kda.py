@@ -16,7 +16,11 @@ from pallas_kernels.kda.specs import SPECS
 from tests import oracle_kda as oracle
 
 NAMES = oracle.NAMES
-FORMS = ("sequential", "segments", "associative")
+FORMS: dict[str, dict[str, Any]] = {
+    "sequential": {"chunk_scan": "sequential"},
+    "segments": {"segments": 3},
+    "associative": {"chunk_scan": "associative"},
+}
 
 
 def make(
@@ -58,7 +62,7 @@ def run(inputs: dict[str, Any], **options: Any) -> KdaOutput:
     return kda(*(inputs[name] for name in NAMES[:-1]), initial_state=inputs.get("state"), **options)
 
 
-STATIC = ("num_segments", "gate_lower_bound", "chunk_size", "chunk_scan", "implementation", "scale")
+STATIC = ("num_segments", "gate_lower_bound", "chunk_size", "chunk_scan", "segments", "implementation", "scale")
 
 
 @partial(jax.jit, static_argnames=STATIC)
@@ -148,7 +152,7 @@ def test_slow_decay_over_a_long_horizon(form: str, bound: float | None) -> None:
     inputs["k"][:, :, 1] = inputs["k"][:, :1, 1]
     inputs["beta"][:, :, 1] = 1 - 1e-6
     o, states = oracle.kda(**inputs)
-    result = run(inputs, gate_lower_bound=bound, chunk_scan=form)
+    result = run(inputs, gate_lower_bound=bound, **FORMS[form])
     for head in range(2):
         assert_close(result.o[:, :, head], o[:, :, head], 1e-5, "o")
         assert_close(result.final_state[:, head], states[-1, :, head], 1e-5, "final_state")
@@ -182,7 +186,7 @@ def packed(seed: int = 0, heads: int = 16) -> dict[str, np.ndarray]:
 
 PACKED_RUNS = {
     "xla": {"gate_lower_bound": -5.0},
-    "xla, segments": {"gate_lower_bound": -5.0, "chunk_scan": "segments"},
+    "xla, segments": {"gate_lower_bound": -5.0, "segments": 4},
     "xla, associative": {"gate_lower_bound": -5.0, "chunk_scan": "associative"},
     "reference": {"implementation": "reference"},
 }
@@ -538,7 +542,7 @@ def test_float64_to_its_own_precision(form: str, bound: float | None, heads: int
     o, states = oracle.kda(**inputs)
     expected = oracle.kda_gradient(inputs, d_o, d_last)
     with jax.enable_x64(True):
-        result, gradient = run_with_gradient(inputs, d_o, d_last, gate_lower_bound=bound, chunk_scan=form)
+        result, gradient = run_with_gradient(inputs, d_o, d_last, gate_lower_bound=bound, **FORMS[form])
         assert result.o.dtype == result.final_state.dtype == jnp.float64
         assert_close(result.o, o, 1e-12, "o")
         assert_close(result.final_state, states[-1], 1e-12, "final_state")
@@ -588,7 +592,7 @@ def test_scale_and_widths() -> None:
     assert_close(result.final_state, states[-1], 1e-6)
 
 
-@pytest.mark.parametrize("options", [{"chunk_scan": form} for form in FORMS] + [{"implementation": "reference"}])
+@pytest.mark.parametrize("options", [*FORMS.values(), {"implementation": "reference"}])
 def test_inside_shard_map(options: dict[str, Any]) -> None:
     """Heads over a mesh axis, with an argument that all devices share: it traces, gradient included."""
     inputs = make(1, 70, 2, 8, 8)
@@ -677,6 +681,8 @@ BAD_CALLS = {
     "gate_lower_bound is 0": (ValueError, {"gate_lower_bound": 0.0}),
     "chunk_size is 40": (ValueError, {"chunk_size": 40}),
     "chunk_scan is": (ValueError, {"chunk_scan": "parallel"}),
+    "segments is 0": (ValueError, {"segments": 0}),
+    "segments is 2, and": (ValueError, {"segments": 2, "chunk_scan": "associative"}),
     "no TPU kernel": (UnsupportedImplementationError, {"implementation": "tpu"}),
     "kernels run on NVIDIA Hopper GPUs": (UnsupportedImplementationError, {"implementation": "gpu"}),
 }

@@ -44,7 +44,7 @@ def through_projections(inputs: dict[str, np.ndarray], found: dict[str, np.ndarr
 
 def test_packed_sequences_from_what_a_layer_projects(monkeypatch: pytest.MonkeyPatch) -> None:
     # The gradient doesn't look at the result, which takes long to interpret.
-    monkeypatch.setattr(gpu_prefill, "kda", lambda *arrays, initial_state, **how: (arrays[2], initial_state))
+    monkeypatch.setattr(gpu_prefill, "kda", lambda *arrays, initial_state, **how: (arrays[2], initial_state, None))
     sizes, sequences = {0: 20, 2: 66}, 3  # sequence 1 has no token, and 2 tokens pad the row
     ids = np.repeat([*sizes, -1], [*sizes.values(), 2])[None]
     inputs = draw(1, ids.size, 1, sequences, seed=1)
@@ -123,5 +123,53 @@ def test_it_lowers_for_a_gpu_that_is_not_here() -> None:
 @pytest.mark.parametrize("bound", [None, -6.0])
 def test_kernels_of_the_gradient_want_a_bounded_gate(bound: float | None) -> None:
     x, how = jnp.zeros((1, 1, 1, 128), jnp.bfloat16), HOW | {"gate_lower_bound": bound}
-    with pytest.raises(ValueError, match=r"gate_lower_bound=.*at least -5\.5"):
+    with pytest.raises(ValueError, match=r"gate_lower_bound is .*at least -5\.5"):
         gpu.kda(x, x, x, x, x[..., 0], initial_state=None, **how, gradient="kernels")
+
+
+def test_kernels_of_the_gradient_know_no_states_on_the_way() -> None:
+    x, how = jnp.zeros((1, 1, 1, 128), jnp.bfloat16), HOW | {"state_positions": jnp.zeros((1, 1), jnp.int32)}
+    with pytest.raises(ValueError, match="state_positions"):
+        gpu.kda_with_states(x, x, x, x, x[..., 0], initial_state=None, **how, gradient="kernels")
+
+
+@pytest.mark.parametrize(
+    ("bound", "forced", "raw", "kernels"),
+    [
+        (BOUND, None, True, True),
+        (BOUND, None, False, False),
+        (BOUND, "kernels", False, True),
+        (BOUND, "xla", True, False),
+        (None, None, True, False),
+        (-6.0, None, True, False),
+        (-6.0, "xla", False, False),
+    ],
+)
+def test_the_gradient_takes_kernels_where_they_can_run(
+    bound: float | None, forced: Any, raw: bool, kernels: bool
+) -> None:
+    token = jax.ShapeDtypeStruct((1, 64, 1, WIDTH), BF16)
+
+    def loss(*arrays: Any) -> jax.Array:
+        o, state = gpu.kda(*arrays, initial_state=None, **(HOW | {"gate_lower_bound": bound}), gradient=forced)
+        return jnp.sum(o.astype(jnp.float32)) + jnp.sum(state)
+
+    wide = BF16 if raw else jnp.float32
+    arguments = (*(token,) * 3, jax.ShapeDtypeStruct(token.shape, wide), jax.ShapeDtypeStruct(token.shape[:3], wide))
+    if raw:
+        arguments = (*arguments, *(jax.ShapeDtypeStruct(sizes, jnp.float32) for sizes in ((1,), (1, WIDTH))))
+    program = jax.jit(jax.grad(loss)).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("kda_pairs" in program) == kernels
+
+
+@pytest.mark.parametrize(
+    ("bound", "states", "raw", "said"),
+    [
+        (BOUND, False, True, "has kernels"),
+        (BOUND, False, False, "that of xla: with decays computed beforehand"),
+        (None, False, True, "that of xla: gate_lower_bound is None"),
+        (BOUND, True, True, "positions"),
+    ],
+)
+def test_what_is_said_of_the_gradient(bound: float | None, states: bool, raw: bool, said: str) -> None:
+    assert said in gpu.gradient_in_words(bound, states, raw)

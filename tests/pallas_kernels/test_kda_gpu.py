@@ -191,17 +191,21 @@ def test_gradients_are_those_of_xla(monkeypatch: pytest.MonkeyPatch) -> None:
         q, k, v, raw, beta, a_log, bias = arrays
         g, strength = gate(raw, a_log, bias, BOUND), jax.nn.sigmoid(beta.astype(jnp.float32))
         more = {"state_positions": None, "chunk_size": None, "chunk_scan": "sequential"}
-        return xla.kda(l2_normalize(q), l2_normalize(k), v, g, strength, initial_state=initial_state, **how, **more)[:2]
+        how = more | how
+        return xla.kda(l2_normalize(q), l2_normalize(k), v, g, strength, initial_state=initial_state, **how)
 
     def loss(o: jax.Array, state: jax.Array) -> jax.Array:
         return jnp.sum(o.astype(jnp.float32) * weight) + jnp.sum(state)
 
     def directly(inputs: dict[str, Any]) -> jax.Array:
         names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
-        return loss(*plain(*(inputs[name] for name in names), initial_state=inputs["initial_state"], **how))
+        return loss(*plain(*(inputs[name] for name in names), initial_state=inputs["initial_state"], **how)[:2])
 
     monkeypatch.setattr(gpu_prefill, "kda", plain)
-    got, want = jax.grad(lambda inputs: loss(*gpu.kda(**inputs, **how)))(inputs), jax.grad(directly)(inputs)
+    got, want = (
+        jax.grad(lambda inputs: loss(*gpu.kda(**inputs, **how, gradient="xla")))(inputs),
+        jax.grad(directly)(inputs),
+    )
     for name, x in want.items():
         np.testing.assert_array_equal(np.asarray(got[name], float), np.asarray(x, float), err_msg=name)
 
@@ -275,8 +279,9 @@ def test_what_it_cannot_do_is_said() -> None:
     assert "V=64" in str(gpu.unfit(q, k, v[..., :64], floats, **options))
     assert "num_segments" in str(gpu.unfit(q, k, v, floats, **named(segment_ids=jnp.zeros((1, 5), jnp.int32))))
     assert "chunk_size is 32" in str(gpu.unfit(q, k, v, floats, **options, chunk_size=32))
-    assert "'segments'" in str(gpu.unfit(q, k, v, floats, **options, chunk_scan="segments"))
-    assert "state_positions" in str(gpu.unfit(q, k, v, floats, **options, state_positions=jnp.zeros((1, 1), jnp.int32)))
+    assert "'associative'" in str(gpu.unfit(q, k, v, floats, **options, chunk_scan="associative"))
+    with pytest.raises(ValueError, match="segments is 0"):
+        kda_from_raw(q, k, v, raw, beta, a_log, bias, segments=0)
     with pytest.raises(ValueError, match="gate_lower_bound is 5"):
         kda_from_raw(q, k, v, raw, beta, a_log, bias, gate_lower_bound=5.0)
     with pytest.raises(UnsupportedImplementationError, match="the platform is 'cpu'"):

@@ -41,7 +41,7 @@ def run(inputs: dict[str, Any], **options: Any) -> tuple[np.ndarray, np.ndarray]
         "chunk_size": None,
         "interpret": INTERPRET,
     } | options
-    o, state = tpu.kda(**arrays, **options)
+    o, state, _ = tpu.kda(**arrays, **options)
     assert o.dtype == arrays["v"].dtype
     assert state.dtype == jnp.float32
     return watched(o.astype(jnp.float32)), watched(state)
@@ -316,7 +316,7 @@ def test_gradient() -> None:
     @jax.jit
     def gradient(arrays: dict[str, jax.Array], d_o: jax.Array, d_last: jax.Array) -> dict[str, jax.Array]:
         def loss(arrays: dict[str, jax.Array]) -> jax.Array:
-            o, last = tpu.kda(
+            o, last, _ = tpu.kda(
                 *(arrays[name] for name in NAMES[:-1]),
                 initial_state=arrays["state"],
                 lengths=jnp.asarray([5, 3]),
@@ -339,6 +339,68 @@ def test_gradient() -> None:
             assert_close(actual[name][row : row + 1, :length], expected[name], 1e-5, name)
             assert not np.any(actual[name][row, length:])
         assert_close(actual["state"][row : row + 1], expected["state"], 1e-5, "state")
+
+
+# --- states on the way, segments --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("segments", [1, 3])
+def test_states_at_positions(segments: int) -> None:
+    inputs = make(3, 70, 2, 128, 128, g=-0.02)
+    lengths = np.array([70, 40, 0], np.int32)
+    positions = np.array([[32, 0, 70, 69, 32], [1, 40, 39, 16, 200], [0, 3, 0, 0, 0]], np.int32)
+    o, states = oracle.kda(**inputs)
+    arrays = {name: jnp.asarray(x) for name, x in inputs.items()}
+    for name in NAMES[:-1]:
+        arrays[name] = jnp.where(
+            (np.arange(70) < lengths[:, None]).reshape(3, 70, *(1,) * (arrays[name].ndim - 2)), arrays[name], np.nan
+        )
+    got = tpu.kda(
+        **{name: arrays[name] for name in NAMES[:-1]},
+        initial_state=arrays["state"],
+        lengths=jnp.asarray(lengths),
+        segment_ids=None,
+        num_segments=None,
+        state_positions=jnp.asarray(positions),
+        scale=128**-0.5,
+        gate_lower_bound=-5.0,
+        chunk_size=16,
+        segments=segments,
+        interpret=INTERPRET,
+    )
+    assert got[2] is not None
+    left, last, at = (watched(x) for x in got)
+    for row, length in enumerate(lengths):
+        assert_close(left[row, :length], o[row, :length], FLOAT32, "o") if length else None
+        assert not np.any(left[row, length:])
+        assert_close(last[row], states[length, row], FLOAT32, "final_state")
+        assert_close(at[row], states[np.minimum(positions[row], length), row], FLOAT32, "states")
+
+
+def test_segments_of_packed_sequences() -> None:
+    """Every sequence is cut by its own length alone: its bits don't depend on the others'."""
+    sizes = (50, 0, 33)
+    ids = np.repeat([0, 1, 2, -1], [*sizes, 7])[None].astype(np.int32)
+    inputs = make(1, 90, 1, 128, 128, g=-0.02)
+    inputs["state"] = np.random.default_rng(1).standard_normal((1, 3, 1, 128, 128)).astype(np.float32)
+    options = {"segment_ids": jnp.asarray(ids), "num_segments": 3, "chunk_size": 16, "segments": 2}
+    o, last = run(inputs, **options)
+    begin = 0
+    for i, size in enumerate(sizes):
+        own = part(inputs, 0, begin, begin + size)
+        want, states = (
+            oracle.kda(**own, state=inputs["state"][:, i]) if size else (own["v"], inputs["state"][None, :, i])
+        )
+        assert_close(o[:, begin : begin + size], want, FLOAT32, "o") if size else None
+        assert_close(last[:, i], states[-1], FLOAT32, "final_state")
+        begin += size
+    assert not np.any(o[:, begin:])
+    other = {name: x.copy() for name, x in inputs.items()}
+    for name in NAMES[:-1]:
+        other[name][:, :50] = make(1, 90, 1, 128, 128, seed=7)[name][:, :50]
+    changed, after = run(other, **options)
+    np.testing.assert_array_equal(changed[:, 50:], o[:, 50:])
+    np.testing.assert_array_equal(after[:, 1:], last[:, 1:])
 
 
 # --- which calls it takes --------------------------------------------------------------------------------------------
@@ -373,7 +435,6 @@ REFUSED = {
     "no TPU kernel for K=64": {"spec": KdaSpec("", 1, 64, 8, width=64)},
     "no TPU kernel for K=384": {"spec": KdaSpec("", 1, 64, 8, width=384)},
     "q has dtype float16": {"q": SHAPE((1, 64, 8, 128), jnp.float16)},
-    "state_positions": {"state_positions": SHAPE((1, 2), jnp.int32)},
     "chunk_size is 48": {"chunk_size": 48},
     "chunk_scan is 'associative'": {"chunk_scan": "associative"},
 }
