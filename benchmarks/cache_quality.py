@@ -57,7 +57,8 @@ KINDS = (
     Kind("fp8 + mxfp8, two stages", CacheFormat("fp8", "mxfp8"), TwoStage()),
 )
 STAGES = (
-    *(TwoStage(size, kept, "mean") for size in (4, 8, 16, 64) for kept in (0.75, 0.5, 0.25, 0.125)),
+    *(TwoStage(1, kept, "linear") for kept in (0.02, 0.01, 0.005)),
+    *(TwoStage(size, kept, "mean") for size in (8, 64) for kept in (0.75, 0.5, 0.25, 0.125)),
     TwoStage(32, 0.25, "bound"),
 )
 
@@ -202,10 +203,8 @@ def long_text(folder: Path | None, tokens: int) -> list[int]:
     return found[: min(tokens, len(found)) // CHUNK * CHUNK]
 
 
-def two_stage_recalls(
-    text: Sequence[int], format: CacheFormat, stages: Sequence[TwoStage] = STAGES
-) -> dict[TwoStage, list[float]]:
-    """Mean recall of the last chunk's queries of a text, by layer."""
+def index_inputs(text: Sequence[int], format: CacheFormat = PLAIN.format) -> list[tuple[Any, Any, Any]]:
+    """What each layer's indexer is given for the last chunk of a text: q, w, and the keys of all of it."""
     model = tiny()
     decoder = Decoder(model.config)
     held = decoder.allocate(1, len(text), jnp.float32, kv_cache=format.kv_cache, index_cache=format.index_cache)
@@ -217,20 +216,22 @@ def two_stage_recalls(
         return decoder.run_trace(params, tokens, cache, None, _IndexerInput())[0]
 
     found = jax.jit(look)(model.params, np.array([text[-CHUNK:]], np.int32), held)
+    layers = range(len(model.config.mla.layers))
+    return [jax.tree.map(lambda x, layer=layer: x[layer], (found["q"], found["k"], found["w"])) for layer in layers]
+
+
+def two_stage_recalls(
+    text: Sequence[int], format: CacheFormat, stages: Sequence[TwoStage] = STAGES
+) -> dict[TwoStage, list[float]]:
+    """Mean recall of the last chunk's queries of a text, by layer."""
+    model, layers = tiny(), index_inputs(text, format)
     positions = jnp.arange(len(text) - CHUNK, len(text), dtype=jnp.int32)[None]
-    result = {}
-    for stage in stages:
-        recalls = [
-            two_stage_recall(
-                *jax.tree.map(lambda x, layer=layer: x[layer], (found["q"], found["k"], found["w"])),
-                top_k=model.config.dsa.top_k if model.config.dsa else 0,
-                q_positions=positions,
-                two_stage=stage,
-            )
-            for layer in range(len(model.config.mla.layers))
-        ]
-        result[stage] = [float(recall.mean()) for recall in recalls]
-    return result
+    top_k = model.config.dsa.top_k if model.config.dsa else 0
+
+    def mean(stage: TwoStage, q: Any, k: Any, w: Any) -> float:
+        return float(two_stage_recall(q, k, w, top_k=top_k, q_positions=positions, two_stage=stage).mean())
+
+    return {stage: [mean(stage, *layer) for layer in layers] for stage in stages}
 
 
 def main() -> None:

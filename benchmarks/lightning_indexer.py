@@ -53,6 +53,7 @@ CASES = (
     Case("prefill-4096x131072", 1, 4096, 131072),
     Case("prefill-4096x131072-bfloat16", 1, 4096, 131072, mxfp8=False),
     Case("prefill-4096x32768", 1, 4096, 32768),
+    Case("prefill-4096x1048576", 1, 4096, 1048576),
     Case("prefill-8192x8192", 1, 8192, 8192),
     Case("decode-64x131072", 64, 1, 131072),
     Case("decode-64x32768", 64, 1, 32768),

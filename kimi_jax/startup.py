@@ -77,7 +77,7 @@ def device_bytes(decoder: Decoder, dtype: DTypeLike, mesh: Mapping[str, int], ru
 def _selection_in_words(two_stage: TwoStage | None) -> str:
     if two_stage is None:
         return ""
-    misses = "missing some keys" if two_stage.coarse == "mean" else "exact"
+    misses = "exact" if two_stage.coarse == "bound" else "missing some keys"
     return (
         f"an indexer in two stages, {two_stage.kept_fraction:.1%} of blocks of {two_stage.block_size} keys by their "
         f"{two_stage.coarse}, {misses}; "

@@ -7,7 +7,9 @@ import functools
 
 import pytest
 
-from benchmarks.cache_quality import PLAIN, SMALL, Kind, Reader, bits_per_byte, planted, tiny
+from benchmarks.cache_quality import PLAIN, SMALL, Kind, Reader, bits_per_byte, long_text, planted, tiny
+from benchmarks.two_stage import recalls
+from pallas_kernels.lightning_indexer import TwoStage
 
 ALLOWED = 0.003
 
@@ -26,6 +28,14 @@ def test_bits_per_byte_of_the_trained_model() -> None:
 def test_codes_in_a_long_text_are_found() -> None:
     """All 16 are with bfloat16 caches."""
     assert sum(planted(reader(SMALL), 2000, 0)) == 16
+
+
+def test_two_stages_find_what_the_trained_model_selects() -> None:
+    """128 of 3072 keys are 4.2 %; the linear form needs few more than that, which means of blocks don't."""
+    linear, mean = TwoStage(1, 0.055, "linear"), TwoStage(8, 0.25, "mean")
+    found = recalls(long_text(None, 3072), (linear, mean))
+    assert min(layer.mean() for layer in found[linear]) > 0.99
+    assert max(layer.mean() for layer in found[mean]) < 0.95
 
 
 @pytest.mark.slow

@@ -57,8 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--index-kept-fraction", type=float, metavar="X", help="of the blocks that a query sees, likewise")
     run.add_argument(
         "--index-coarse",
-        choices=("mean", "bound"),
-        help="what stands for a block, likewise: bound is slower and misses nothing",
+        choices=("linear", "mean", "bound"),
+        help="what a block is chosen by, likewise: bound is slower and misses nothing (default: linear)",
     )
     run.add_argument(
         "--mesh",

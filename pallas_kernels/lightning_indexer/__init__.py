@@ -71,8 +71,8 @@ def lightning_indexer(
         q_positions: each query's own position among the keys; -1 marks a padding row, which selects nothing.
         segment_ids: ids of the queries' packed sequences, -1 for padding; without key_segment_ids T must equal S.
         key_segment_ids: those of the keys, where queries are only some of the tokens. None: the same.
-        two_stage: score only the keys of promising blocks, and with coarse="mean" miss some that belong (see `TwoStage`,
-            `two_stage_recall`). None: all keys.
+        two_stage: score only the keys of promising blocks, and but for coarse="bound" miss some that belong (see
+            `TwoStage`, `two_stage_recall`). None: all keys.
         budget_bytes: bound on working memory; queries run in blocks that respect it.
         implementation: "tpu", "gpu" (NVIDIA Hopper), "xla", "reference", or None for the best one. "gpu" takes no notice
             of the budget: it needs about 64 MiB, and padded copies of q and k where T or S isn't a multiple of 8. "tpu"
@@ -103,12 +103,14 @@ def lightning_indexer(
         return tpu.obstacle(q, k, w, top_k, named=implementation is not None)
 
     def gpu_obstacle() -> str | None:
-        if two_stage is not None:
-            return f"{operation} in two stages has no GPU kernel yet."
         obstacle = gpu.obstacle(q, k, w, top_k, segment_ids is not None)
-        return obstacle or (gpu.unproved(k) if implementation is None else None)
+        if two_stage is not None:
+            obstacle = obstacle or gpu.unfit_stages(q, two_stage)
+        return obstacle or (gpu.unproved(k, two_stage) if implementation is None else None)
 
     chosen = _choose(operation, implementation, gpu_obstacle, two_stage, tpu_obstacle)
+    if chosen == "gpu":
+        return gpu.lightning_indexer(q, k, w, top_k=top_k, q_positions=q_positions, two_stage=two_stage)
     if two_stage is not None:
         return two_stage_candidates(
             q,
@@ -131,8 +133,6 @@ def lightning_indexer(
             segment_ids=segment_ids,
             key_segment_ids=key_segment_ids,
         )
-    if chosen == "gpu":
-        return gpu.lightning_indexer(q, k, w, top_k=top_k, q_positions=q_positions)
     if chosen == "reference":
         return reference.lightning_indexer(
             q,
@@ -222,8 +222,9 @@ def two_stage_recall(
     segment_ids: Int[Array, "B T"] | None = None,
     key_segment_ids: Int[Array, "B S"] | None = None,
     budget_bytes: int = DEFAULT_BUDGET_BYTES,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "B T"]:
-    """The part of each query's exact selection that two stages find; 1 for a query that sees no key.
+    """The part of each query's exact selection that two stages find, |found ∩ exact| / |exact|; 1 if it sees no key.
 
     Arguments and errors are those of `lightning_indexer`, which runs twice.
     """
@@ -239,6 +240,7 @@ def two_stage_recall(
             key_segment_ids=key_segment_ids,
             two_stage=stage,
             budget_bytes=budget_bytes,
+            implementation=implementation,
         )
 
     return recall(selected(two_stage), selected(None))

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.lightning_indexer.select import plain
+from pallas_kernels.lightning_indexer.two_stage import TwoStage
 from pallas_kernels.manual_axes import align, axes_left_to_xla
 from pallas_kernels.mxfp8 import Mxfp8
 from pallas_kernels.target import platform
@@ -24,8 +25,8 @@ ROWS_BYTES = 58 * 2**20
 WIDE_BYTES = 32 * 2**20
 """Bytes of bfloat16 up to which MXFP8 keys are converted once beforehand, and not by every block of threads again."""
 
-PROVED_KEYS = 131072
-"""Keys of a row up to which the kernels have run on a card."""
+PROVED_KEYS, PROVED_STAGES = 131072, 1048576
+"""Keys of a row up to which the kernels have run on a card; and those of two stages, with MXFP8 keys."""
 
 _TILE, _KEYS_COPIED = 8, 8
 
@@ -58,8 +59,28 @@ def unfit(q: Queries, k: Keys, w: Float[Array, "B T H"], top_k: int, segmented: 
     return None
 
 
-def unproved(k: Keys) -> str | None:
+def unfit_stages(q: Queries, two_stage: TwoStage) -> str | None:
+    """Why no Hopper GPU could leave keys out in this way, or None."""
+    if two_stage.coarse != "linear" or two_stage.block_size != 1:
+        return (
+            f"two stages choose blocks of {two_stage.block_size} by their {two_stage.coarse!r}; it takes single keys "
+            "by 'linear'."
+        )
+    if q.shape[1] <= FEW_QUERIES:
+        return f"there are {q.shape[1]} queries a row; in two stages it takes more than {FEW_QUERIES}."
+    return None
+
+
+def unproved(k: Keys, two_stage: TwoStage | None = None) -> str | None:
     """Why nobody should get the kernels who doesn't ask for them, or None."""
+    if two_stage is not None:
+        if not isinstance(k, Mxfp8):
+            return "two stages have run on a card with MXFP8 keys only; name it to run them."
+        if k.shape[1] > PROVED_STAGES:
+            return (
+                f"rows of {k.shape[1]} keys haven't run on a card yet, only up to {PROVED_STAGES}; name it to run it."
+            )
+        return None
     if k.shape[1] > PROVED_KEYS:
         return f"rows of {k.shape[1]} keys haven't run on a card yet, only up to {PROVED_KEYS}; name it to run it."
     return None
@@ -72,15 +93,31 @@ def lightning_indexer(
     *,
     top_k: int,
     q_positions: Int[Array, "B T"],
+    two_stage: TwoStage | None = None,
     interpret: Any = None,
 ) -> Int[Array, "B T C"]:
     """See `pallas_kernels.lightning_indexer.lightning_indexer`; `interpret` is what Pallas takes to run it elsewhere."""
     q, k, w, q_positions = align(*jax.lax.stop_gradient((q, k, w)), q_positions)
     q_positions = jnp.minimum(q_positions.astype(jnp.int32), k.shape[1] - 1)
-    if isinstance(k, Mxfp8) and q.shape[1] > FEW_QUERIES and 2 * k.elements.size <= WIDE_BYTES:
+    many_once = q.shape[1] > FEW_QUERIES and two_stage is None
+    if many_once and isinstance(k, Mxfp8) and 2 * k.elements.size <= WIDE_BYTES:
         k = k.dequantize(jnp.bfloat16)
     if not isinstance(k, Mxfp8) and k.shape[1] % _KEYS_COPIED:
         k = jnp.pad(k, ((0, 0), (0, -k.shape[1] % _KEYS_COPIED), (0, 0)))
+    if two_stage is not None:
+        # Imported late: Mosaic takes a second, which nobody should wait for who has no such GPU.
+        from pallas_kernels.lightning_indexer import gpu_two_stage
+
+        return gpu_two_stage.two_stage(
+            q,
+            k,
+            w,
+            top_k=top_k,
+            q_positions=q_positions,
+            settings=two_stage,
+            blocks=_blocks(interpret),
+            interpret=interpret,
+        )
     if q.shape[1] <= FEW_QUERIES:
         return few(q, k, w, q_positions, top_k, interpret)
     return many(q, k, w, q_positions, top_k, interpret)

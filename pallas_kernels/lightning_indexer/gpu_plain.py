@@ -28,13 +28,13 @@ def add_heads_plainly(dots: Array, weights: Array) -> Array:
     return (weights[:, None] * jnp.where(dots <= 0, 0, dots)).reshape(4, 16, COLUMNS).sum(axis=1)
 
 
-def absorb_plainly(scores: Array, start: Array, states: Any, candidates: Any, room: Room) -> None:
-    """Keeps the best top_k of what was kept and of a tile's keys, sorted by position."""
+def absorb_plainly(scores: Array, places: Array, fresh: Array | bool, states: Any, candidates: Any, room: Room) -> None:
+    """Keeps the best top_k of what was kept, of nothing where it is `fresh`, and of the keys of a tile, by position."""
     limits = states[...].reshape(4, STATE)[:, LIMIT, None]
-    positions = jnp.broadcast_to(start + jnp.arange(COLUMNS, dtype=jnp.int32), (4, COLUMNS))
+    positions = jnp.broadcast_to(places, (4, COLUMNS))
     orders = jnp.where(positions <= limits, order_plainly(scores), INVISIBLE)
     kept = candidates[...]
-    orders = jnp.concatenate([jnp.where(start == 0, INVISIBLE, kept[:, 0]), orders], axis=1)
+    orders = jnp.concatenate([jnp.where(fresh, INVISIBLE, kept[:, 0]), orders], axis=1)
     positions = jnp.concatenate([kept[:, 1], positions], axis=1)
     best = jnp.sort(jnp.argsort(~orders, axis=1, stable=True)[:, : room.top_k], axis=1)
     chosen = (jnp.take_along_axis(orders, best, axis=1), jnp.take_along_axis(positions, best, axis=1))

@@ -4,9 +4,13 @@ A block of threads owns 8 queries at a time and walks over the keys they see. On
 128 keys into shared memory; two multiply, each 4 queries' 4 x 32 heads by a tile's keys. The heads are laid on the
 instruction's 64 rows so that a warp gets all 32 heads of one query, 16 from each of two products. Then a warp sums its
 query's heads, and keeps the best keys by itself: no other warp ever sees that query's scores.
+
+Where each 8 queries come with a list of keys, the first warpgroup gathers those, a row at a time, and a tile is the next
+128 of the list.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -42,6 +46,10 @@ TILE, ROWS = GROUPS * QUERIES, QUERIES * HEADS // 2
 RAW = 3
 """Tiles of MXFP8 keys on their way."""
 
+LISTED, AHEAD = 16, 5
+"""Tiles of listed positions in shared memory, and how many tiles before the keys they are fetched. A warp is at most
+three tiles behind what has been given back to the copying warpgroup, which is four ahead, so that LISTED is enough."""
+
 _COPY_REGISTERS, _PRODUCT_REGISTERS = 40, 232
 _SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
@@ -56,9 +64,15 @@ def prefill(
     blocks: int = 132,
     together: int = 2,
     stages: int | None = None,
+    listed: Int[Array, "N L"] | None = None,
+    listed_counts: Int[Array, " N"] | None = None,
     interpret: Any = None,
 ) -> Int[Array, "B T C"]:
-    """Selected positions of a number of queries that divides into tiles of 8; keys past the end are zeros."""
+    """Selected positions of a number of queries that divides into tiles of 8; keys past the end are zeros.
+
+    With `listed`, of each 8 queries, only the first `listed_counts` keys of its row are looked at, which ascend. The rest
+    of their last 256 must be larger than every position, and rows must be a multiple of that long.
+    """
     batch, num_queries, _, _ = q.shape
     num_keys = k.shape[1]
     packed, packed_q = isinstance(k, Mxfp8), isinstance(q, Mxfp8)
@@ -76,12 +90,15 @@ def prefill(
         stored += [q]
     if interpret is not None:  # it refuses to read past the end, where the copy engine finds zeros
         stored[0] = jnp.pad(stored[0], missing)
+    if listed is not None:
+        stored = [listed, *stored]
     tiles_of_row = num_queries // TILE
     tiles = batch * tiles_of_row
     blocks = min(blocks, tiles)
     limits = jnp.minimum(q_positions.astype(jnp.int32), num_keys - 1)
     # How many tiles of keys a tile of queries sees.
-    ends = (jnp.max(limits.reshape(tiles, TILE), axis=1) // (COLUMNS * together) + 1) * together
+    lasts = jnp.max(limits.reshape(tiles, TILE), axis=1) if listed_counts is None else listed_counts - 1
+    ends = (lasts // (COLUMNS * together) + 1) * together
 
     def kernel(
         ends: Any,
@@ -98,6 +115,7 @@ def prefill(
         **more: Any,
     ) -> None:
         *keys, out, candidates = refs
+        picks, keys = (None, keys) if listed is None else (keys[0], keys[1:])
         keys, (q, *q_scale) = (keys[:-2], keys[-2:]) if packed_q else (keys[:-1], keys[-1:])
         group = lax.axis_index("warpgroup")
         me = lax.axis_index("block")
@@ -143,7 +161,45 @@ def prefill(
                 plgpu.copy_gmem_to_smem(source, k_slots.at[slot], full.at[slot])
                 return carry
 
+            def look_up(step: Array) -> None:
+                slot = lax.rem(done + step, LISTED)
+                assert picks is not None
+                source = picks.at[tile, pl.ds(step * COLUMNS, COLUMNS)]
+                plgpu.copy_gmem_to_smem(source, more["picked"].at[slot], more["picked_full"].at[slot])
+
+            def gather(step: Array) -> None:
+                """Starts copying a tile of listed keys, and looks up a later one; they are there after `act.arrived`."""
+
+                @pl.when(step < count)
+                def _() -> None:
+                    slot = lax.rem(done + step, LISTED)
+                    plgpu.barrier_wait(more["picked_full"].at[slot])
+                    places = more["picked"].at[slot]
+                    if packed:
+                        raw = lax.rem(done + step, RAW)
+                        target = [more["raw_slots"].at[raw], more["scale_slots"].at[raw]]
+                    else:
+                        target = [k_slots.at[room_in(step)]]
+                    copies.gather(keys, target, places, row)
+
+                    @pl.when(step + AHEAD < count)
+                    def _() -> None:
+                        look_up(step + AHEAD)
+
+                copies.commit()
+
+            def hand_on(step: Array, carry: tuple[()]) -> tuple[()]:
+                """Of listed bfloat16 keys, the tile before those that are still on their way."""
+                gather(step + stages - 2)
+                copies.arrived(stages - 2)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(full.at[lax.rem(done + step, stages)])
+                return carry
+
             def fetch(step: Array) -> None:
+                if listed is not None:
+                    gather(step)
+                    return
                 slot, lines = lax.rem(done + step, RAW), COLUMNS * 4 // WIDTH
                 raw_full = more["raw_full"].at[slot]
                 source = keys[0].at[row, pl.ds(step * COLUMNS, COLUMNS)]
@@ -153,7 +209,10 @@ def prefill(
 
             def convert(step: Array, carry: tuple[()]) -> tuple[()]:
                 raw = lax.rem(done + step, RAW)
-                plgpu.barrier_wait(more["raw_full"].at[raw])
+                if listed is None:
+                    plgpu.barrier_wait(more["raw_full"].at[raw])
+                else:
+                    copies.arrived(RAW - 1)
                 slot = room_in(step)
                 if interpret is None:
                     widen(more["raw_slots"].at[raw], more["scale_slots"].at[raw], k_slots.at[slot], _SWIZZLED)
@@ -163,12 +222,24 @@ def prefill(
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(full.at[slot])
 
+                if listed is not None:
+                    fetch(step + RAW)
+                    return carry
+
                 @pl.when(step + RAW < count)
                 def _() -> None:
                     fetch(step + RAW)
 
                 return carry
 
+            if listed is not None:
+                copies = _PlainCopies() if interpret is not None else _Copies(num_keys, num_keys + missing[1][1])
+                for step in range(AHEAD):
+                    pl.when(step < count)(partial(look_up, jnp.int32(step)))
+                for step in range(RAW if packed else stages - 2):
+                    gather(jnp.int32(step))
+                lax.fori_loop(0, count, convert if packed else hand_on, ())
+                return done + count
             if packed:
                 for step in range(RAW):
 
@@ -201,6 +272,13 @@ def prefill(
             def some(number: Array, carry: tuple[()]) -> tuple[()]:
                 """`together` tiles; while heads of one product are summed, the next product runs."""
                 step = number * together
+
+                def places_of(tile: int) -> Any:
+                    """First position of a tile, or where its positions are."""
+                    if listed is None:
+                        return (step + tile) * COLUMNS
+                    return more["picked"].at[lax.rem(done + step + tile, LISTED)]
+
                 slots = [lax.rem(done + step + tile, stages) for tile in range(together)]
                 plgpu.barrier_wait(full.at[slots[0]])
                 low = act.multiply(q_slots.at[group, 0], k_slots.at[slots[0]])
@@ -208,7 +286,7 @@ def prefill(
                 for tile, slot in enumerate(slots):
                     high = act.multiply(q_slots.at[group, 1], k_slots.at[slot])
                     if sums:
-                        act.append(sums[-1], (step + tile - 1) * COLUMNS, state, room_of)
+                        act.append(sums[-1], places_of(tile - 1), step + tile == 1, state, room_of)
                     act.wait(1)
                     half = act.add(low, w_low)
                     if tile + 1 < together:
@@ -219,7 +297,7 @@ def prefill(
                         act.wait(0)
                     plgpu.barrier_arrive(empty.at[slot])
                     sums.append(act.add(high, w_high, half))
-                act.append(sums[-1], (step + together - 1) * COLUMNS, state, room_of)
+                act.append(sums[-1], places_of(together - 1), step + together == 1, state, room_of)
                 act.make_room(state, room_of)
                 return carry
 
@@ -261,7 +339,11 @@ def prefill(
     if packed:
         scratch["raw_slots"] = plgpu.SMEM((RAW, COLUMNS, WIDTH), jnp.uint8)
         scratch["scale_slots"] = plgpu.SMEM((RAW, COLUMNS * 4 // WIDTH, WIDTH), jnp.uint8)
-        scratch["raw_full"] = plgpu.Barrier(num_arrivals=2, num_barriers=RAW)
+        if listed is None:
+            scratch["raw_full"] = plgpu.Barrier(num_arrivals=2, num_barriers=RAW)
+    if listed is not None:
+        scratch["picked"] = plgpu.SMEM((LISTED, COLUMNS), jnp.int32)
+        scratch["picked_full"] = plgpu.Barrier(num_barriers=LISTED)
     if interpret is not None:
         mesh["interpret"] = interpret
     out, _ = plgpu.kernel(
@@ -317,15 +399,8 @@ class _Emit:
         _inline(emit, (_REF, _REF, _SCALAR))(states, limits, first)
 
     def multiply(self, q: Any, k: Any) -> Array:
-        """Starts a product [64, 128] of rows of q and rows of k. It isn't there before `wait`."""
-        kind = plgpu.ShapeDtypeStruct((ROWS, COLUMNS), jnp.dtype("float32"), layout=_dots())
-        swizzled = plgpu.RefType(_SWIZZLED)
-
-        def emit(context: Any, q: Any, k: Any) -> Any:
-            warp, place = _warp()
-            return warp.start_product(place(q), place(k), COLUMNS)
-
-        return plgpu.inline_mgpu(arg_types=(swizzled, swizzled), return_type=kind)(emit)(q, k)
+        """See `multiply`."""
+        return multiply(q, k)
 
     def wait(self, running: int) -> None:
         """Until at most that many of the last products are still running."""
@@ -353,25 +428,32 @@ class _Emit:
         types = (_dots(), _ROW, _WGMMA)[: len(arguments)]
         return plgpu.inline_mgpu(arg_types=types, return_type=kind)(emit)(*arguments)
 
-    def append(self, sums: Array, start: Array, states: Any, candidates: Any) -> None:
+    def append(self, sums: Array, places: Any, fresh: Any, states: Any, candidates: Any) -> None:
         """Adds what lanes have summed, and appends to four selections what may belong to them."""
+        del fresh
+        listed = places.shape != ()
 
-        def emit(context: Any, sums: Any, start: Any, states: Any, candidates: Any) -> None:
+        def emit(context: Any, sums: Any, places: Any, states: Any, candidates: Any) -> None:
             warp, place = _warp()
             mine = warp.offset(place(candidates), warp.mul(warp.number, 2 * self.room.size))
             sums = warp.unpack(sums, COLUMNS // 8)
             scores = add_lanes(warp, sums)
             state = warp.offset(place(states), warp.mul(warp.number, STATE))
             limit = warp.load(state, warp.integer(LIMIT))
-            first = start.registers.item()
-            orders = {}
+            orders, positions = {}, {}
             for (tall, odd), score in scores.items():
-                position = warp.add(warp.add(first, 64 * tall + odd), warp.add(warp.lane, warp.lane))
+                if listed:
+                    at = warp.add(warp.add(warp.lane, warp.lane), 64 * tall + odd)
+                    position = warp.load(place(places), at)
+                else:
+                    first = warp.add(places.registers.item(), 64 * tall + odd)
+                    position = warp.add(first, warp.add(warp.lane, warp.lane))
                 seen = warp.compare("ge", limit, position)
                 orders[tall, odd] = warp.select(seen, order(warp, score), INVISIBLE)
-            append(warp, orders, first, state, mine, self.room)
+                positions[tall, odd] = position
+            append(warp, orders, positions, state, mine, self.room)
 
-        _inline(emit, (_WGMMA, _SCALAR, _REF, _REF))(sums, start, states, candidates)
+        _inline(emit, (_WGMMA, _REF if listed else _SCALAR, _REF, _REF))(sums, places, states, candidates)
 
     def make_room(self, states: Any, candidates: Any) -> None:
         """Cuts selections that the next tiles might overflow."""
@@ -394,6 +476,117 @@ class _Emit:
             finish(warp, state, mine, warp.offset(place(out), warp.mul(query, self.room.top_k)), self.room)
 
         _inline(emit, (_REF, _REF, _REF, _SCALAR))(states, candidates, out, first)
+
+
+def multiply(q: Any, k: Any) -> Array:
+    """Starts a product [64, 128] of rows of q and rows of k. It isn't there before it is waited for."""
+    kind = plgpu.ShapeDtypeStruct((ROWS, COLUMNS), jnp.dtype("float32"), layout=_dots())
+    swizzled = plgpu.RefType(_SWIZZLED)
+
+    def emit(context: Any, q: Any, k: Any) -> Any:
+        warp, place = _warp()
+        return warp.start_product(place(q), place(k), COLUMNS)
+
+    return plgpu.inline_mgpu(arg_types=(swizzled, swizzled), return_type=kind)(emit)(q, k)
+
+
+def copy_listed(warp: Any, sources: list[Any], targets: list[Any], places: Any, num_keys: int) -> None:
+    """Starts copying this warp's 32 of a tile's listed keys, in the words of `gpu_warp.Warp`.
+
+    Args:
+        warp: the words.
+        sources: where keys of 256 bytes are, or those of 128 and their scales of 4.
+        targets: where a tile of them is in shared memory: the former as tiles of 8 x 64, 128 bytes swizzled.
+        places: where the tile's positions are; those past the end are read as the last key, which nobody sees.
+        num_keys: in the row.
+    """
+    packed = len(sources) == 2
+    chunks = 8 if packed else 16  # of four integers
+    first = warp.mul(warp.number, 32)
+
+    def key_at(which: Any) -> Any:
+        return warp.smaller(warp.load(places, which), num_keys - 1)
+
+    for part in range(chunks):
+        which = warp.add(warp.add(first, 32 // chunks * part), warp.quotient(warp.lane, chunks))
+        chunk = warp.both(warp.lane, chunks - 1)
+        begin = warp.add(warp.mul(key_at(which), 4 * chunks), warp.mul(chunk, 4))
+        if packed:
+            target = warp.add(warp.mul(which, 32), warp.mul(chunk, 4))
+        else:
+            line = warp.add(warp.mul(warp.quotient(which, 8), 512), warp.mul(warp.both(which, 7), 32))
+            column = warp.differ(warp.both(chunk, 7), warp.both(which, 7))
+            target = warp.add(line, warp.add(warp.mul(warp.quotient(chunk, 8), 256), warp.mul(column, 4)))
+        warp.copy(sources[0], begin, targets[0], target, 4)
+    if packed:
+        which = warp.add(first, warp.lane)
+        warp.copy(sources[1], key_at(which), targets[1], which, 1)
+
+
+class _Copies:
+    """Rows of keys that a warpgroup copies by itself; each warp its own 32 rows of a tile."""
+
+    def __init__(self, num_keys: int, num_scales: int) -> None:
+        self.num_keys, self.num_scales = num_keys, num_scales
+
+    def gather(self, keys: list[Any], targets: list[Any], places: Any, row: Array) -> None:
+        """Starts copying the keys at 128 places; those past the end are keys that nobody sees."""
+
+        def emit(context: Any, *given: Any) -> None:
+            *refs, places, row = given
+            warp, place = _warp()
+            sources, targets = refs[: len(refs) // 2], refs[len(refs) // 2 :]
+            each = [self.num_keys * (WIDTH // 4 if len(sources) == 2 else WIDTH // 2), self.num_scales]
+            rows = [
+                warp.offset(place(source), warp.mul(row.registers.item(), size))
+                for source, size in zip(sources, each, strict=False)
+            ]
+            copy_listed(warp, rows, [place(target) for target in targets], place(places), self.num_keys)
+
+        swizzled = plgpu.RefType(_SWIZZLED) if len(keys) == 1 else _REF
+        types = (*(_REF for _ in keys), *(swizzled for _ in keys), _REF, _SCALAR)
+        _inline(emit, types)(*keys, *targets, places, row)
+
+    def commit(self) -> None:
+        """Ends a group of copies."""
+        _inline(lambda context: _warp()[0].commit_copies(), ())()
+
+    def arrived(self, running: int) -> None:
+        """Until at most that many of this warp's last groups are still on their way."""
+
+        def emit(context: Any) -> None:
+            warp, _ = _warp()
+            warp.wait_for_copies(running)
+            warp.meet()
+
+        _inline(emit, ())()
+
+
+class _PlainCopies:
+    """The same for the interpreter, at once."""
+
+    def gather(self, keys: list[Any], targets: list[Any], places: Any, row: Array) -> None:
+        """Copies the keys at 128 places."""
+        last = keys[0].shape[1] - 1
+
+        def copy(which: Array, carry: tuple[()]) -> tuple[()]:
+            at = jnp.minimum(places[which], last)
+            targets[0][which] = keys[0][row, at]
+            if len(keys) == 2:
+                each = WIDTH // 4
+                line, begin = lax.div(at, each), lax.rem(at, each) * 4
+                scale = keys[1][row, line, pl.ds(begin, 4)]
+                targets[1][lax.div(which, each), pl.ds(lax.rem(which, each) * 4, 4)] = scale
+            return carry
+
+        # One by one: a gather waits for a thread of XLA's, all of which may be waiting for this one.
+        lax.fori_loop(0, COLUMNS, copy, ())
+
+    def commit(self) -> None:
+        """Nothing is on its way here."""
+
+    def arrived(self, running: int) -> None:
+        """Nothing is on its way here."""
 
 
 class _Plain:
@@ -421,9 +614,10 @@ class _Plain:
         """Adds 16 heads of each query."""
         return add_heads_plainly(dots, weights) + (0 if sums is None else sums)
 
-    def append(self, sums: Array, start: Array, states: Any, candidates: Any) -> None:
+    def append(self, sums: Array, places: Any, fresh: Array, states: Any, candidates: Any) -> None:
         """Changes four selections."""
-        absorb_plainly(sums, start, states, candidates, self.room)
+        places = places[...] if places.shape else places + jnp.arange(COLUMNS, dtype=jnp.int32)
+        absorb_plainly(sums, places, fresh, states, candidates, self.room)
 
     def make_room(self, states: Any, candidates: Any) -> None:
         """There is always room here."""

@@ -137,7 +137,7 @@ def make_room(warp: Any, states: Any, candidates: Any, room: Room, tiles: int) -
 def append(
     warp: Any,
     orders: dict[tuple[int, int], Any],
-    start: Any,
+    positions: dict[tuple[int, int], Any],
     state: Any,
     candidates: Any,
     room: Room,
@@ -146,8 +146,8 @@ def append(
 
     Args:
         warp: the words.
-        orders: by (tall, odd), of keys start + 64 tall + 2 lane + odd; INVISIBLE where the query doesn't see the key.
-        start: the tile's first position.
+        orders: by (tall, odd), of the tile's key 64 tall + 2 lane + odd; INVISIBLE where the query doesn't see the key.
+        positions: of the same keys, ascending.
         state: where the query's state is.
         candidates: where its candidates are: orders, then positions.
         room: how many fit.
@@ -164,10 +164,9 @@ def append(
             at = warp.add(
                 count, warp.add(warp.ones(warp.both(even, warp.below)), warp.ones(warp.both(odd, warp.below)))
             )
-            position = warp.add(start, warp.add(warp.add(warp.lane, warp.lane), 64 * tall))
             for which in range(2):
                 warp.store(candidates, at, orders[tall, which], passes[tall, which])
-                warp.store(candidates, warp.add(at, room.size), warp.add(position, which), passes[tall, which])
+                warp.store(candidates, warp.add(at, room.size), positions[tall, which], passes[tall, which])
                 at = warp.add(at, warp.count_of(passes[tall, 0]))
             count = warp.add(count, warp.add(warp.ones(even), warp.ones(odd)))
         warp.meet()

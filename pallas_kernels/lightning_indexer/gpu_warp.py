@@ -80,6 +80,10 @@ class Warp:
         """⌊a / b⌋ of a non-negative integer."""
         return arith.divui(a, self.integer(b))
 
+    def whole_ratio(self, a: Value, b: Value) -> Value:
+        """⌊a / b⌋ of non-negative integers."""
+        return arith.divui(a, b)
+
     def shift_down(self, a: Value, count: int) -> Value:
         """The bits of a non-negative integer, `count` places lower."""
         return arith.shrui(a, self.integer(count))
@@ -130,6 +134,22 @@ class Warp:
         """The sum of two float32."""
         return arith.addf(a, b)
 
+    def mul_real(self, a: Value, b: Value) -> Value:
+        """The product of two float32."""
+        return arith.mulf(a, b)
+
+    def ratio(self, a: Value, b: Value) -> Value:
+        """The quotient of two float32, rounded correctly."""
+        return self._assembly(self.f32, [a, b], "div.rn.f32 $0, $1, $2;", "=f,f,f", False)
+
+    def above(self, a: Value, b: Value) -> Value:
+        """Truth of a > b between float32; a NaN is above nothing."""
+        return arith.cmpf(arith.CmpFPredicate.OGT, a, b)
+
+    def byte_of(self, a: Value, which: Value) -> Value:
+        """Byte `which` of an integer, the lowest first."""
+        return arith.andi(arith.shrui(a, self.shift_up(which, 3)), self.integer(255))
+
     def bits(self, a: Value) -> Value:
         """The bits of a float32."""
         return arith.bitcast(self.i32, a)
@@ -147,6 +167,10 @@ class Warp:
     def ballot(self, condition: Value) -> Value:
         """Bit i is the truth in lane i."""
         return self._assembly(self.i32, [condition], "vote.sync.ballot.b32 $0, $1, 0xffffffff;", "=r,b", True)
+
+    def alike(self, a: Value) -> Value:
+        """Bit i is whether lane i has the same integer."""
+        return self._assembly(self.i32, [a], "match.any.sync.b32 $0, $1, 0xffffffff;", "=r,r", True)
 
     def ones(self, a: Value) -> Value:
         """Number of set bits."""
@@ -270,12 +294,33 @@ class Warp:
         """The float32 at `index` of a place in memory."""
         return llvm.load(self.f32, mgpu.utils.getelementptr(place, [index], self.f32))
 
+    def copy(self, source: Value, begin: Value, target: Value, to: Value, count: int) -> None:
+        """Starts copying 1 or 4 integers from `begin` on of a place in device memory to `to` of one in shared memory."""
+        shared = llvm.ptrtoint(self.i32, mgpu.utils.getelementptr(target, [to], self.i32))
+        memory = mgpu.utils.getelementptr(source, [begin], self.i32)
+        kept = "cg" if count == 4 else "ca"
+        text = f"cp.async.{kept}.shared.global [$0], [$1], {4 * count};"
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), [shared, memory], text, "r,l", has_side_effects=True)
+
+    def commit_copies(self) -> None:
+        """Makes a group of this lane's copies since the last one."""
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), [], "cp.async.commit_group;", "", has_side_effects=True)
+
+    def wait_for_copies(self, running: int) -> None:
+        """Until at most that many of this lane's last groups of copies are running."""
+        text = f"cp.async.wait_group {running};"
+        llvm.inline_asm(ir.Type.parse("!llvm.void"), [], text, "~{memory}", has_side_effects=True)
+
     def store(self, place: Value, index: Value, value: Value, condition: Value | None = None) -> None:
         """Puts an integer at `index` of a place in memory, where the condition holds."""
         if condition is None:
             llvm.store(value, mgpu.utils.getelementptr(place, [index], self.i32))
         else:
             self.when(condition, lambda: self.store(place, index, value))
+
+    def store_real(self, place: Value, index: Value, value: Value, condition: Value) -> None:
+        """Puts a float32 at `index` of a place in memory, where the condition holds."""
+        self.when(condition, lambda: llvm.store(value, mgpu.utils.getelementptr(place, [index], self.f32)))
 
     def when(self, condition: Value, act: Callable[[], None]) -> None:
         """Acts if the condition holds."""

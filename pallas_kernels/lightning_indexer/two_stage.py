@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.lightning_indexer.blocks import in_blocks, plan
+from pallas_kernels.lightning_indexer.blocks import in_blocks, pinned, plan
+from pallas_kernels.lightning_indexer.linear import linear_queries
 from pallas_kernels.lightning_indexer.select import (
     plain,
     score_dtype,
@@ -27,8 +28,9 @@ from pallas_kernels.mxfp8 import Mxfp8
 from pallas_kernels.precision import einsum
 from pallas_kernels.target import platform
 
-Coarse = Literal["mean", "bound"]
-"""What stands for a block of keys: their mean, or the largest and the smallest number of every channel."""
+Coarse = Literal["linear", "mean", "bound"]
+"""What a block of keys is chosen by: its keys' products with one vector, its mean, or the largest and the smallest number
+of every channel."""
 
 
 @dataclass(frozen=True)
@@ -39,24 +41,26 @@ class TwoStage:
     first one, the newest, every block of which it sees only a part, and then those with the largest coarse scores. A
     query that sees no more blocks than that selects exactly what the exact indexer does.
 
-    The defaults are the ones that miss little of kimi-tiny's keys (`python -m benchmarks.cache_quality` measures it);
-    larger blocks and smaller fractions are for models whose selected keys lie close together.
+    The defaults are the ones that miss next to nothing of kimi-tiny's keys (`python -m benchmarks.two_stage` measures it);
+    blocks of several keys are for models whose selected keys lie close together.
 
     Attributes:
         block_size: keys of a block.
         kept_fraction: of the blocks that a query sees.
-        coarse: "mean" takes Σ_h w_h · relu(q_h · mean of the keys), which is no bound and misses some keys. "bound" takes
-            Σ_h max(w_h, 0) · relu(Σ_c max(q_hc · max k_c, q_hc · min k_c)), which no key of the block exceeds: where a
-            block that was left out could hold a key that belongs, its queries are scored against all keys, so the
-            selection is exact.
+        coarse: "linear" takes the largest of a block's (Σ_h a_h w_h q_h) · k, where a_h is the part of a sample of keys
+            that head h's product is positive for: every key at 1/H of its score's cost. It misses little where heads are
+            positive for almost all keys or almost none. "mean" takes Σ_h w_h · relu(q_h · mean of the keys), which is no
+            bound and misses some keys. "bound" takes Σ_h max(w_h, 0) · relu(Σ_c max(q_hc · max k_c, q_hc · min k_c)),
+            which no key of the block exceeds: where a block that was left out could hold a key that belongs, its queries
+            are scored against all keys, so the selection is exact.
 
     Raises:
         ValueError: a number is out of range, or `coarse` is something else.
     """
 
-    block_size: int = 8
-    kept_fraction: float = 0.5
-    coarse: Coarse = "mean"
+    block_size: int = 1
+    kept_fraction: float = 0.01
+    coarse: Coarse = "linear"
 
     def __post_init__(self) -> None:
         size, kept = self.block_size, self.kept_fraction
@@ -65,7 +69,7 @@ class TwoStage:
         if isinstance(kept, bool) or not isinstance(kept, int | float) or not 0 < kept <= 1:
             raise ValueError(f"TwoStage: kept_fraction={kept!r}; it must be a number above 0 and at most 1.")
         if self.coarse not in get_args(Coarse):
-            raise ValueError(f"TwoStage: coarse={self.coarse!r}; it must be 'mean' or 'bound'.")
+            raise ValueError(f"TwoStage: coarse={self.coarse!r}; it must be 'linear', 'mean' or 'bound'.")
 
     def fewest(self, top_k: int) -> int:
         """Blocks that are scored however few are asked for: those of top_k keys, the first and the newest."""
@@ -113,13 +117,15 @@ def index_candidates(
     stage = Stage.of(k, settings, top_k, budget_bytes)
 
     def block(sliced: tuple, keys: jax.Array | Mxfp8, constants: tuple[Any, Any]) -> tuple[jax.Array, jax.Array]:
-        block_q, block_w, positions, segments = sliced
+        block_q, block_w, positions, segments, vectors = sliced
         key_segments, coarse = constants[1]
-        return stage.block(block_q, keys, block_w, Visibility(positions, segments, key_segments), coarse)
+        return stage.block(block_q, keys, block_w, Visibility(positions, segments, key_segments), coarse, vectors)
 
     blocks = plan(1, q.shape[1], fits=budget_bytes // (q.shape[0] * stage.query_bytes(q, k)), wanted=score_rows())
-    whole = key_segment_ids, stage.pooled(k)
-    return in_blocks(block, blocks, (q, w, q_positions, segment_ids), k, ((), whole))
+    linear = settings.coarse == "linear"
+    vectors = linear_queries(q, k, w, q_positions) if linear else None
+    whole = key_segment_ids, None if linear else stage.pooled(k)
+    return in_blocks(block, blocks, (q, w, q_positions, segment_ids, vectors), k, ((), whole))
 
 
 @dataclass(frozen=True)
@@ -179,7 +185,8 @@ class Stage:
         k: jax.Array | Mxfp8,
         w: jax.Array,
         visibility: Visibility,
-        coarse: jax.Array,
+        coarse: jax.Array | None,
+        vectors: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
         """Positions that a block of queries selects, and their scores; a block that sees few keys scores them all."""
         few = visibility.end(k.shape[1]) <= self.settings.fewest(self.top_k) * self.settings.block_size
@@ -188,12 +195,19 @@ class Stage:
             scores = score_keys(q, k, w, visibility, self.tile, rankable=True)
             return _chosen(scores, self.top_k, None)
 
-        return jax.lax.cond(few, everything, lambda: self._in_two(q, k, w, visibility, coarse, everything))
+        return jax.lax.cond(few, everything, lambda: self._in_two(q, k, w, visibility, coarse, vectors, everything))
 
     def _in_two(
-        self, q: Any, k: Any, w: jax.Array, visibility: Visibility, coarse: jax.Array, everything: Any
+        self,
+        q: Any,
+        k: Any,
+        w: jax.Array,
+        visibility: Visibility,
+        coarse: jax.Array | None,
+        vectors: jax.Array | None,
+        everything: Any,
     ) -> tuple[jax.Array, jax.Array]:
-        scores, seen = self._coarse_scores(q, w, visibility, coarse, k.shape[1])
+        scores, seen = self._coarse_scores(q, k, w, visibility, coarse, vectors)
         best, blocks = jax.lax.top_k(scores, self.kept)
         count = jnp.sum(seen, axis=-1, dtype=jnp.int32)
         most = jnp.maximum(
@@ -204,7 +218,7 @@ class Stage:
         ordered = jnp.sort(jnp.where(kept, blocks, num_blocks), axis=-1)
         found, positions = self._score_blocks(q, k, w, visibility, ordered)
         result = _chosen(found, self.top_k, positions)
-        if self.settings.coarse == "mean":
+        if self.settings.coarse != "bound":
             return result
         taken = jnp.put_along_axis(
             jnp.zeros((*scores.shape[:-1], num_blocks + 1), bool), ordered, True, axis=-1, inplace=False
@@ -216,12 +230,21 @@ class Stage:
         return jax.lax.cond(jnp.all(proved), lambda: result, everything)
 
     def _coarse_scores(
-        self, q: Any, w: jax.Array, visibility: Visibility, coarse: jax.Array, num_keys: int
+        self,
+        q: Any,
+        k: Any,
+        w: jax.Array,
+        visibility: Visibility,
+        coarse: jax.Array | None,
+        vectors: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
         """[B, T, N] coarse scores, +inf of blocks that are kept whatever they score, -inf of unseen ones; and who sees."""
         q, dtype = plain(q), score_dtype(q, w)
-        largest = jnp.finfo(dtype).max
-        if self.settings.coarse == "bound":
+        num_keys, largest = k.shape[1], jnp.finfo(dtype).max
+        if coarse is None:
+            assert vectors is not None
+            scores = self._linear_scores(vectors, k, visibility)
+        elif self.settings.coarse == "bound":
             width = q.shape[-1]
             signed = jnp.concatenate([jnp.maximum(q, 0), jnp.minimum(q, 0)], axis=-1)
             positive = jnp.maximum(w, 0)
@@ -241,6 +264,26 @@ class Stage:
         newest = jnp.max(jnp.where(seen, places, -1), axis=-1)[..., None]
         forced = (counts < self.settings.block_size) | (places == first) | (places == newest)
         return jnp.where(seen, jnp.where(forced, jnp.inf, scores), -jnp.inf), seen
+
+    def _linear_scores(self, vectors: jax.Array, k: Any, visibility: Visibility) -> jax.Array:
+        """[B, T, N] largest of each block's products, a tile of keys at a time; keys that are invisible count as -inf."""
+        size, num_keys = self.settings.block_size, k.shape[1]
+        tile, dtype = min(self.tile, num_keys), vectors.dtype
+
+        def step(i: jax.Array, scores: jax.Array) -> jax.Array:
+            start = jnp.minimum(i * tile, num_keys - tile)
+            keys = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, tile, axis=1), pinned(k, i))
+            part = einsum("btk,bsk->bts", vectors, plain(keys), out=dtype)
+            part = jnp.where(visibility.tile(start, tile), part, -jnp.inf)
+            return jax.lax.dynamic_update_slice_in_dim(scores, part, start, axis=2)
+
+        scores = jnp.full((*vectors.shape[:2], num_keys), -jnp.inf, dtype)
+        tiles = (visibility.end(num_keys) + tile - 1) // tile
+        scores = jax.lax.fori_loop(0, tiles, step, scores)
+        if size == 1:
+            return scores
+        scores = jnp.pad(scores, ((0, 0), (0, 0), (0, -num_keys % size)), constant_values=-jnp.inf)
+        return jnp.max(scores.reshape(*scores.shape[:2], -1, size), axis=-1)
 
     def _visible_counts(self, visibility: Visibility, num_keys: int, num_blocks: int) -> jax.Array:
         """[B, T, N]: keys of each block that a query sees."""

@@ -300,9 +300,8 @@ def dsa_mla(
     chosen = _choose(
         operation,
         implementation,
-        lambda: (
-            _no_two_stage(operation, two_stage)
-            or gpu_dsa.obstacle(index_q, index_k, index_w, q, latent, w_uk, top_k=top_k, segmented=segmented, form=form)
+        lambda: gpu_dsa.obstacle(
+            index_q, index_k, index_w, q, latent, w_uk, top_k=top_k, segmented=segmented, form=form
         ),
     )
     if chosen == "gpu":
@@ -313,6 +312,7 @@ def dsa_mla(
             segment_ids=segment_ids,
             key_segment_ids=key_segment_ids,
             scale=scale,
+            two_stage=two_stage,
             budget_bytes=budget_bytes,
             return_indices=return_indices,
         )
@@ -574,10 +574,6 @@ def _check_latent(
             f"{operation}: latent is an Fp8Latent of shape {latent.shape} with {latent.latent_width} latent channels; it "
             f"must be {dims} with latent_width={latent_width}."
         )
-
-
-def _no_two_stage(operation: str, two_stage: TwoStage | None) -> str | None:
-    return None if two_stage is None else f"{operation} in two stages has no GPU kernel yet."
 
 
 def _choose(

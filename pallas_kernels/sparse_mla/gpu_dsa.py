@@ -7,7 +7,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.fp8_latent import Fp8Latent
-from pallas_kernels.lightning_indexer import lightning_indexer
+from pallas_kernels.lightning_indexer import TwoStage, lightning_indexer
 from pallas_kernels.lightning_indexer.blocks import in_blocks, plan
 from pallas_kernels.mxfp8 import Mxfp8
 from pallas_kernels.sparse_mla import gpu
@@ -36,7 +36,7 @@ def obstacle(
     return gpu.obstacle(latent.shape[2], q.dtype, latent, w_uk.shape[2])
 
 
-@partial(jax.jit, static_argnames=("top_k", "scale", "budget_bytes", "return_indices"))
+@partial(jax.jit, static_argnames=("top_k", "scale", "two_stage", "budget_bytes", "return_indices"))
 def dsa_mla(
     index_q: Float[Array, "B T I K"] | Mxfp8,
     index_k: Float[Array, "B S K"] | Mxfp8,
@@ -51,6 +51,7 @@ def dsa_mla(
     segment_ids: Int[Array, "B T"] | None = None,
     key_segment_ids: Int[Array, "B S"] | None = None,
     scale: float,
+    two_stage: TwoStage | None = None,
     budget_bytes: int,
     return_indices: bool = True,
 ) -> tuple[Float[Array, "B T H V"], Int[Array, "B T C"] | None]:
@@ -64,6 +65,7 @@ def dsa_mla(
         q_positions=q_positions,
         segment_ids=segment_ids,
         key_segment_ids=key_segment_ids,
+        two_stage=two_stage,
         budget_bytes=budget_bytes,
     )
     indices = jax.lax.stop_gradient(indices)

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.fp8_latent import Fp8Latent
 from pallas_kernels.lightning_indexer.blocks import in_blocks, plan
+from pallas_kernels.lightning_indexer.linear import linear_queries
 from pallas_kernels.lightning_indexer.select import select_block, selected_indices
 from pallas_kernels.lightning_indexer.two_stage import Stage, TwoStage
 from pallas_kernels.lightning_indexer.visibility import Visibility
@@ -106,22 +107,24 @@ def dsa_mla(
     settings = Settings(scale, tile, width)
     row = heads * (latent.shape[2] + 2 * width) * item
     row += scoring_bytes(index_q, index_k, scored) + (3 * heads * tile * item if form == "mask" else 0)
-    stage, pooled = None, None
+    stage, pooled, vectors = None, None, None
     if two_stage is not None:
         stage = Stage.of(index_k, two_stage, top_k, budget_bytes)
         row += stage.query_bytes(index_q, index_k)
-        pooled = stage.pooled(jax.lax.stop_gradient(index_k))
+        if two_stage.coarse == "linear":
+            vectors = linear_queries(*jax.lax.stop_gradient((index_q, index_k, index_w)), q_positions)
+        else:
+            pooled = stage.pooled(jax.lax.stop_gradient(index_k))
     blocks = plan(1, queries, fits=budget_bytes // (2 * batch * row), wanted=max(64, product_rows() // heads))
 
     def block(sliced: jax.Array, shared: tuple, constants: Any) -> tuple[jax.Array, jax.Array | None]:
-        (block_index_q, block_w, positions, segments), (index_keys, key_segments, pooled, fixed) = constants
+        (block_index_q, block_w, positions, segments, vectors), (index_keys, key_segments, pooled, fixed) = constants
         keys, up_k, up_v = shared
         keys = together(keys, fixed)
         visibility = Visibility(positions, segments, key_segments)
         selection, indices = None, None
         if stage is not None:
-            assert pooled is not None
-            indices, _ = stage.block(block_index_q, index_keys, block_w, visibility, pooled)
+            indices, _ = stage.block(block_index_q, index_keys, block_w, visibility, pooled, vectors)
         else:
             selection = select_block(block_index_q, index_keys, block_w, visibility, top_k, scored)
             selection = jax.lax.stop_gradient(selection)
@@ -134,7 +137,7 @@ def dsa_mla(
             o = attend_latent(settings, absorbed, keys, Mask(visibility, selection))
         return expand(o, up_v, sliced.dtype), indices if return_indices else None
 
-    rows = (*jax.lax.stop_gradient((index_q, index_w)), q_positions, segment_ids)
+    rows = (*jax.lax.stop_gradient((index_q, index_w)), q_positions, segment_ids, vectors)
     differentiable, constant = constant_apart(latent)
     whole = (jax.lax.stop_gradient(index_k), key_segment_ids, pooled, constant)
     return in_blocks(block, blocks, q, (differentiable, w_uk, w_uv), (rows, whole))

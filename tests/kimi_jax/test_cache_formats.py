@@ -344,7 +344,7 @@ def test_command_line_passes_caches_on(monkeypatch: pytest.MonkeyPatch) -> None:
     line = "--kv-cache fp8 --index-cache mxfp8 --indexer two_stage --index-block-size 16 --index-coarse bound"
     assert cli.main(["generate", "kimi-tiny", "Once", *line.split()])
     assert (given["kv_cache"], given["index_cache"]) == ("fp8", "mxfp8")
-    assert given["indexer"] == TwoStage(16, 0.5, "bound")
+    assert given["indexer"] == TwoStage(16, coarse="bound")
 
 
 def test_keys_and_head_weights_come_out_of_one_product() -> None:

@@ -1,5 +1,6 @@
 """The words of `gpu_warp.Warp` in NumPy: a value is an array of 32 numbers, and memory an array of integers."""
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,6 +52,11 @@ class NumpyWarp:
         assert (a >= 0).all()
         return a // b
 
+    def whole_ratio(self, a: Any, b: Any) -> np.ndarray:
+        assert (a >= 0).all()
+        assert (b > 0).all()
+        return a // b
+
     def shift_down(self, a: Any, count: int) -> np.ndarray:
         assert (a >= 0).all()
         return a >> count
@@ -90,6 +96,18 @@ class NumpyWarp:
     def add_real(self, a: Any, b: Any) -> np.ndarray:
         return a + b
 
+    def mul_real(self, a: Any, b: Any) -> np.ndarray:
+        return a * b
+
+    def ratio(self, a: Any, b: Any) -> np.ndarray:
+        return a / b
+
+    def above(self, a: Any, b: Any) -> np.ndarray:
+        return a > b
+
+    def byte_of(self, a: Any, which: Any) -> np.ndarray:
+        return (a.view(np.uint32) >> (8 * which).astype(np.uint32)).astype(np.int32) & 255
+
     def bits(self, a: Any) -> np.ndarray:
         return a.view(np.int32)
 
@@ -101,6 +119,9 @@ class NumpyWarp:
 
     def ballot(self, condition: Any) -> np.ndarray:
         return self.integer(sum(1 << i for i, true in enumerate(condition) if true))
+
+    def alike(self, a: Any) -> np.ndarray:
+        return np.array([sum(1 << i for i in range(32) if a[i] == x) for x in a], np.uint32).view(np.int32)
 
     def ones(self, a: Any) -> np.ndarray:
         return np.array([bin(x).count("1") for x in a.view(np.uint32)], np.int32)
@@ -133,6 +154,18 @@ class NumpyWarp:
         assert (index[chosen] >= 0).all()
         place[0][place[1] + index[chosen]] = value[chosen]
 
+    def copy(self, source: Place, begin: Any, target: Place, to: Any, count: int) -> None:
+        assert (begin % count == 0).all()
+        assert (to % count == 0).all()
+        for i in range(count):
+            self.store(target, to + i, self.load(source, begin + i))
+
+    def load_real(self, place: Place, index: Any) -> np.ndarray:
+        return self.load(place, index)
+
+    def store_real(self, place: Place, index: Any, value: Any, condition: Any) -> None:
+        self.store(place, index, value, condition)
+
     def when(self, condition: Any, act: Callable[[], None]) -> None:
         if self._same(condition):
             act()
@@ -152,3 +185,25 @@ class NumpyWarp:
     def _same(self, value: Any) -> int:
         assert (value == value[0]).all(), "lanes disagree"
         return int(value[0])
+
+
+def run_block(warps: int, act: Callable[[Any], None]) -> None:
+    """`act` of every warp of a block, which meet where they say so."""
+    meeting = threading.Barrier(warps)
+    failures: list[BaseException] = []
+
+    def one(number: int) -> None:
+        try:
+            act(NumpyWarp(number, meeting.wait))
+        except threading.BrokenBarrierError:
+            pass
+        except BaseException as failure:
+            failures.append(failure)
+            meeting.abort()
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(warps)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures

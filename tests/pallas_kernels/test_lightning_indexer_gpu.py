@@ -75,14 +75,15 @@ def select_by_warps(scores: np.ndarray, limits: list[int], top_k: int, together:
         for number in rng.permutation(4):
             warp = warps[number]
             for start in range(first, first + step, selection.COLUMNS):
-                orders = {}
+                orders, positions = {}, {}
                 for tall in range(2):
                     for odd in range(2):
                         position = start + 64 * tall + 2 * warp.lane + odd
+                        positions[tall, odd] = position.astype(np.int32)
                         value = selection.order(warp, scores[number, np.minimum(position, num_keys - 1)])
                         seen = position <= limits[number]
                         orders[tall, odd] = np.where(seen, value, selection.INVISIBLE).astype(np.int32)
-                selection.append(warp, orders, warp.integer(start), own[number], (candidates[number], 0), room)
+                selection.append(warp, orders, positions, own[number], (candidates[number], 0), room)
             selection.make_room(warp, (states, 0), (candidates[number], 0), room, together)
     for number, warp in enumerate(warps):
         selection.finish(warp, own[number], (candidates[number], 0), (out[number], 0), room)
@@ -304,7 +305,7 @@ def test_what_it_cannot_do_is_said() -> None:
 def test_it_is_the_first_choice_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     given = arrays(draw(1, 9, 64, seed=0), packed=False)
     monkeypatch.setattr(gpu, "obstacle", lambda *arguments: None)
-    monkeypatch.setattr(gpu, "lightning_indexer", lambda q, k, w, *, top_k, q_positions: jnp.full((1, 9, top_k), 7))
+    monkeypatch.setattr(gpu, "lightning_indexer", lambda q, k, w, *, top_k, **_: jnp.full((1, 9, top_k), 7))
     with noted_choices() as found:
         got = lightning_indexer(**given, top_k=3)
     assert found["lightning_indexer"].name == "gpu"

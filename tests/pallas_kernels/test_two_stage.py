@@ -26,6 +26,7 @@ from tests import oracle_dsa as oracle
 BATCH, QUERIES, KEYS, HEADS, WIDTH, TOP_K = 2, 24, 200, 4, 32, 10
 BOUND = TwoStage(8, 0.3, "bound")
 MEAN = TwoStage(8, 0.3, "mean")
+LINEAR = TwoStage(1, 0.2, "linear")
 
 
 def make(kind: str, seed: int = 0) -> dict[str, Any]:
@@ -95,7 +96,7 @@ def test_mxfp8_keys_and_queries() -> None:
     assert np.all(np.asarray(compiled(MEAN)(**inputs)) < KEYS)
 
 
-@pytest.mark.parametrize("stage", [BOUND, MEAN], ids=["bound", "mean"])
+@pytest.mark.parametrize("stage", [BOUND, MEAN, LINEAR], ids=["bound", "mean", "linear"])
 def test_what_nobody_sees_may_hold_anything(stage: TwoStage) -> None:
     inputs = make("normal", 5)
     inputs["q_positions"] = np.minimum(inputs["q_positions"], 149)
@@ -106,7 +107,7 @@ def test_what_nobody_sees_may_hold_anything(stage: TwoStage) -> None:
     np.testing.assert_array_equal(compiled(stage)(**inputs), clean)
 
 
-@pytest.mark.parametrize("stage", [BOUND, MEAN], ids=["bound", "mean"])
+@pytest.mark.parametrize("stage", [BOUND, MEAN, LINEAR], ids=["bound", "mean", "linear"])
 def test_later_keys_change_nothing(stage: TwoStage) -> None:
     """A block's mean must not tell of keys behind the query: those blocks are kept without looking at it."""
     inputs = make("normal", 6)
@@ -164,7 +165,24 @@ def test_keys_that_lie_together_are_found_by_their_mean() -> None:
     assert float(found.mean()) > 0.97
 
 
-@pytest.mark.parametrize("stage", [BOUND, MEAN], ids=["bound", "mean"])
+def test_heads_that_are_always_positive_cost_the_linear_form_nothing() -> None:
+    """All products positive but those of one head, which are negative: the linear score is the score."""
+    inputs = make("normal", 13)
+    inputs["q"], inputs["k"] = np.abs(inputs["q"]), np.abs(inputs["k"])
+    inputs["q"][:, :, 1] *= -1
+    tight = TwoStage(1, 0.001, "linear")
+    assert tight.most(KEYS, TOP_K) == TOP_K + 2
+    np.testing.assert_array_equal(compiled(tight)(**inputs), expected(inputs))
+
+
+def test_blocks_of_several_keys_are_chosen_by_their_best() -> None:
+    """Ten keys are in at most ten blocks; the first and the newest are kept besides."""
+    inputs = make("normal", 14)
+    inputs["q"], inputs["k"] = np.abs(inputs["q"]), np.abs(inputs["k"])
+    np.testing.assert_array_equal(compiled(TwoStage(4, 0.9, "linear"))(**inputs), expected(inputs))
+
+
+@pytest.mark.parametrize("stage", [BOUND, MEAN, LINEAR], ids=["bound", "mean", "linear"])
 def test_selection_stays_inside_segments(stage: TwoStage) -> None:
     inputs = make("integers", 10)
     keys = np.repeat(np.arange(5), KEYS // 5)[None].repeat(BATCH, 0).astype(np.int32)
@@ -219,13 +237,13 @@ def test_mistakes_are_said_in_sentences() -> None:
         ({"block_size": 0}, r"block_size=0; it must be an integer of at least 1"),
         ({"kept_fraction": 0.0}, r"kept_fraction=0.0; it must be a number above 0 and at most 1"),
         ({"kept_fraction": 1.5}, r"kept_fraction=1.5"),
-        ({"coarse": "max"}, r"coarse='max'; it must be 'mean' or 'bound'|coarse"),
+        ({"coarse": "max"}, r"coarse='max'; it must be 'linear', 'mean' or 'bound'|coarse"),
     ]
     for fields, words in wrong:
         with pytest.raises((ValueError, jaxtyping.TypeCheckError), match=words):
             TwoStage(**fields)
     inputs = {name: jnp.asarray(value) for name, value in make("normal").items()}
-    with pytest.raises(UnsupportedImplementationError, match=r"in two stages has no GPU kernel"):
+    with pytest.raises(UnsupportedImplementationError, match=r"NVIDIA Hopper GPUs, and the platform is 'cpu'"):
         lightning_indexer(**inputs, top_k=TOP_K, two_stage=MEAN, implementation="gpu")
     with pytest.raises(UnsupportedImplementationError, match="is the exact selection; leave two_stage out"):
         lightning_indexer(**inputs, top_k=TOP_K, two_stage=MEAN, implementation="reference")
