@@ -80,7 +80,8 @@ def chained(count: int, product: Callable[..., Any]) -> Any:
     def calls(rows: Any, weights: Any, sizes: Any) -> Any:
         def one(_: Any, carry: Any) -> Any:
             # Not through the rows: a loop that changes one of them copies all.
-            return carry + jnp.where(product(rows, weights, carry)[0, 0] > 1e30, 1, 0)
+            result = jax.lax.optimization_barrier(product(rows, weights, carry))
+            return carry + jnp.where(result[0, 0] > 1e30, 1, 0)
 
         return jax.lax.fori_loop(0, count, one, sizes)[0]
 

@@ -4,9 +4,9 @@
 
 5 B random parameters in bfloat16: 12 layers (9 KDA, 3 sparse attention with top-k 2048), width 2048, 32 heads, 128 experts at
 a latent width of 1024. Times are medians of whole steps on the host's clock: a prefill takes seconds, and decoding steps are
-issued ahead, 32 at a time. Needs two GPUs; results on one and on two are compared too. What a sublayer adds is a fifth of
-what `init_params` would draw: at random, a choice of experts that rounding tips over is amplified from layer to layer, until
-two exact ways to run the same model have nothing in common.
+issued ahead, 32 at a time. Needs two GPUs; results on one and on two are compared too. What a sublayer adds is a twentieth
+of what `init_params` would draw: at random, a choice of experts that rounding tips over is amplified from layer to layer,
+until two exact ways to run the same model have nothing in common.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from kimi_jax.planning.configs import find_config
 from kimi_jax.train.init import init_params
 
 LAYERS, FULL = 12, (3, 7, 11)
-ADDED = 0.2
+ADDED = 0.05
 """Of the output projections that `init_params` draws."""
 STEPS = 32
 

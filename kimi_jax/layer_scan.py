@@ -8,6 +8,7 @@ by index, so the grouping is a matter of the program alone and any layer pattern
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -89,6 +90,7 @@ def walk(
     inputs: list[list[Tree]] | None = None,
     *,
     reverse: bool = False,
+    unroll: bool = False,
 ) -> tuple[Tree, list[list[Tree]]]:
     """Folds `step` over all layers.
 
@@ -98,6 +100,7 @@ def walk(
         carry: of the first step.
         inputs: per segment and run, trees with leading axes [repeats, count]; None passes None to every step.
         reverse: from the last layer to the first.
+        unroll: one copy of `step` a layer in place of loops; indices are plain numbers then.
 
     Returns:
         (last carry, outputs), outputs laid out as `inputs`.
@@ -115,28 +118,31 @@ def walk(
                 def layer(carry: Tree, x: tuple, kind: LayerKind = run.kind) -> tuple[Tree, Tree]:
                     return step(kind, carry, *x)
 
-                carry, output = _scan(layer, carry, (index, value), run.count, reverse)
+                carry, output = _scan(layer, carry, (index, value), run.count, reverse, unroll)
                 results.append(output)
             return carry, results[::direction]
 
         values = tuple(given) if given is not None else (None,) * len(segment.runs)
-        carry, output = _scan(unit, carry, (segment.indices, values), segment.repeats, reverse)
+        carry, output = _scan(unit, carry, (segment.indices, values), segment.repeats, reverse, unroll)
         outputs.append(output)
     return carry, outputs[::direction]
 
 
-def _scan(body: Callable, carry: Tree, xs: Tree, length: int, reverse: bool) -> tuple[Tree, Tree]:
-    """`lax.scan`, without a loop around a single step."""
-    if length > 1:
+def _scan(body: Callable, carry: Tree, xs: Tree, length: int, reverse: bool, unroll: bool) -> tuple[Tree, Tree]:
+    """`lax.scan`, without a loop around a single step and, unrolled, around any."""
+    if length > 1 and not unroll:
         return jax.lax.scan(body, carry, xs, length=length, reverse=reverse)
-    carry, y = body(carry, jax.tree.map(_first, xs))
-    return carry, jax.tree.map(lambda a: a[None], y)
+    found = []
+    for step in range(length)[:: -1 if reverse else 1]:
+        carry, y = body(carry, jax.tree.map(partial(_pick, step), xs))
+        found.append(y)
+    return carry, jax.tree.map(lambda *a: jnp.stack(a), *found[:: -1 if reverse else 1])
 
 
-def _first(x: Any) -> Any:
+def _pick(step: int, x: Any) -> Any:
     # A layer outside of any loop has a plain number for an index, so that its weights are sliced statically.
-    first = x[0]
-    return first.item() if isinstance(first, np.generic) else first
+    picked = x[step]
+    return picked.item() if isinstance(picked, np.generic) else picked
 
 
 def by_layer(outputs: list[list[Tree]]) -> Tree:

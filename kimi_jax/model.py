@@ -30,6 +30,7 @@ from kimi_jax.shards import ALONE, Shards
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.lightning_indexer import TwoStage
 from pallas_kernels.precision import at_least_float32
+from pallas_kernels.target import platform
 
 Tree = Any
 Indexing = Literal["exact", "two_stage"] | TwoStage
@@ -51,6 +52,10 @@ def two_stage_of(indexer: Indexing, config: KimiConfig) -> TwoStage | None:
             f"indexer={indexer!r}: {config.model_type!r} has no indexer (no dsa_config); it must be 'exact'."
         )
     return indexer if isinstance(indexer, TwoStage) else TwoStage()
+
+
+MOST_UNROLLED = 48
+"""Layers up to which decoding on GPUs is compiled without loops; each takes a second or two to compile."""
 
 
 class Block(nnx.Module):
@@ -400,7 +405,8 @@ class Decoder:
         self, mixer: Any, index: Any, x: Array, rows: Rows, cache: Cache | None, observer: Observer
     ) -> tuple[Array, Cache | None, Observed]:
         if cache is not None and x.shape[1] == 1 and rows.segment_ids is None:
-            slots = index * cache.batch + jnp.arange(cache.batch, dtype=jnp.int32)
+            # Of NumPy's where the index is a number: XLA would launch a kernel for it.
+            slots = jnp.asarray(np.arange(cache.batch, dtype=np.int32) + index * cache.batch)
             slots = slots if rows.lengths is None else jnp.where(rows.lengths > 0, slots, -1)
             found = mixer.decode(x, cache.kda_pools(), slots, self.implementation)
             if found is not None:
@@ -435,6 +441,15 @@ class Decoder:
 
     # Layers
 
+    def _unrolls(self, token_ids: Int[Array, "B T"]) -> bool:
+        """Whether layers follow each other without loops: for single tokens on GPUs.
+
+        A loop's body gets its weights by an index that only the device knows, and XLA copies most of them out of their
+        stacks before it multiplies: a third of a step's traffic. Launches of a loop's body aren't replayed as one graph
+        either. Other platforms do neither, and programs that don't grow with depth compile faster.
+        """
+        return platform() == "gpu" and token_ids.shape[1] == 1 and len(self.kinds) <= MOST_UNROLLED
+
     def _cached_layers(
         self, params: Params, token_ids: Int[Array, "B T"], rows: Rows, cache: Cache, observer: Observer
     ) -> tuple[Stream, Cache, list[list[Observed]]]:
@@ -444,7 +459,7 @@ class Decoder:
             return self._layer(kind, index, weights, offset, stream, rows, observer)
 
         x = self._embed(params, token_ids, cache.dtype)
-        stream, outputs = walk(self.plan, step, Stream(x, self._empty_bank(x), cache))
+        stream, outputs = walk(self.plan, step, Stream(x, self._empty_bank(x), cache), unroll=self._unrolls(token_ids))
         return stream, stream.cache, outputs
 
     def _differentiable_layers(

@@ -128,9 +128,14 @@ class Shards:
         num_experts: int,
         activation: GatedActivation,
         implementation: Implementation | None,
-    ) -> Float[Array, "M D"]:
-        """`run_experts`; `routing` names experts of the whole model, `stack` holds this device's."""
-        return run_experts(x, routing, valid, stack, num_experts, activation, implementation)
+        beside: Float[Array, "M W"] | None = None,
+    ) -> tuple[Float[Array, "M D"], Float[Array, "M W"] | None]:
+        """`run_experts`, and the `total` of what is beside them.
+
+        `routing` names experts of the whole model, `stack` holds this device's.
+        """
+        mixed = run_experts(x, routing, valid, stack, num_experts, activation, implementation)
+        return mixed, None if beside is None else self.total(beside)
 
 
 ALONE = Shards()

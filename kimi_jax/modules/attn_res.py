@@ -60,8 +60,12 @@ def open_block(
     """Where `layer` starts a block: banks the partial sum and clears it; elsewhere: leaves both as they are.
 
     Row layer // block_size is written in either case (with its old content when no block starts), so that the update
-    stays in place inside a scan.
+    stays in place inside a scan; outside of any, `layer` is a number, and nothing is written where none starts.
     """
+    if isinstance(layer, int):
+        if layer % block_size:
+            return partial, bank
+        return jnp.zeros_like(partial), bank.at[layer // block_size].set(partial)
     starts = layer % block_size == 0
     row = layer // block_size
     old = jax.lax.dynamic_index_in_dim(bank, row, keepdims=False)

@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from kimi_jax.config import KimiConfig
-from kimi_jax.modules.linear import linear
+from kimi_jax.modules.linear import linear, side_by_side
 from kimi_jax.params import param
 from kimi_jax.shards import ALONE, Shards
 from pallas_kernels.dispatch import Implementation
@@ -138,12 +138,19 @@ class KimiDeltaAttention(nnx.Module):
         batch, _, hidden = x.shape
         heads, width = self.dt_bias.shape
         row = x[:, 0]
+        # XLA joins products of one array as it sees fit, and then rounds the joined sums in a kernel of its own, or copies
+        # small weights together. With barriers between them the gate's sums go straight into the norm.
+        for_gate = jax.lax.optimization_barrier(row)
+        for_beta = jax.lax.optimization_barrier(for_gate)
+        full = self.config.kda.full_rank_gate
+        gate_weight = self.output_gate[...] if full else self.output_gate_down[...]
+        gate_logits, decay = side_by_side(for_gate, [gate_weight, self.decay_down[...]])
         projected = linear(row, self.qkv[...].reshape(-1, hidden))
         arguments = (
             projected,
             self.conv[...].reshape(projected.shape[-1], -1),
-            self._decay(row),
-            linear(row, self.beta[...]),
+            linear(decay, self.decay_up[...]).reshape(batch, heads, width),
+            linear(for_beta, self.beta[...]),
             self.A_log[...],
             self.dt_bias[...],
             *pools,
@@ -152,7 +159,8 @@ class KimiDeltaAttention(nnx.Module):
         if conv_decode_obstacle(*arguments, gate_lower_bound=bound, implementation=implementation) is not None:
             return None
         o, *after = kda_conv_decode(*arguments, slots, gate_lower_bound=bound, implementation=implementation)
-        gated = self._gated_norm(o, self._output_gate(row).reshape(batch, heads, width))
+        gate_logits = gate_logits if full else linear(gate_logits, self.output_gate_up[...])
+        gated = self._gated_norm(o, gate_logits.reshape(batch, heads, width))
         return linear(gated.reshape(batch, 1, heads * width), self.output[...]), KdaState(*after)
 
     def gates(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H"]]:

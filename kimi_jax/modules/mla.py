@@ -59,6 +59,9 @@ class Indexer(nnx.Module):
         """
         heads, width, rank = self.query.shape
         batch, tokens, _ = x.shape
+        if tokens == 1:
+            # Joined with the attention's own queries, whose weights XLA copies for that.
+            query_latent = jax.lax.optimization_barrier(query_latent)
         queries = linear(query_latent, self.query[...].reshape(heads * width, rank))
         both = jnp.concatenate([self.key[...].astype(x.dtype), self.head_weights[...].astype(x.dtype)])
         keys, weights = jnp.split(linear(x, both, out=at_least_float32(x)), [width], axis=-1)

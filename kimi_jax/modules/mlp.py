@@ -33,6 +33,14 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         """Applies the block to every row."""
+        return self.after(linear(x, self.both()))
+
+    def both(self) -> Float[Array, "G D"]:
+        """Weights of gate and up, one after the other."""
         pair, width, hidden = self.gate_up.shape
-        gate_up = linear(x, self.gate_up[...].reshape(pair * width, hidden))
+        return self.gate_up[...].reshape(pair * width, hidden)
+
+    def after(self, gate_up: Float[Array, "*rows G"]) -> Float[Array, "*rows D"]:
+        """The block from its products with gate and up on."""
+        width = self.gate_up.shape[1]
         return linear(self.activation(gate_up[..., :width], gate_up[..., width:]), self.down[...])

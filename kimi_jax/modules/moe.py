@@ -1,46 +1,48 @@
 """Mixture of experts: router, routed experts through the grouped matmul, latent width, shared experts."""
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from kimi_jax.config import KimiConfig, MoeConfig
 from kimi_jax.modules.experts import ExpertStack, Routing
-from kimi_jax.modules.linear import linear
+from kimi_jax.modules.linear import linear, side_by_side
 from kimi_jax.modules.mlp import MLP, GatedActivation
 from kimi_jax.modules.norm import RMSNorm
 from kimi_jax.params import param
 from kimi_jax.shards import ALONE, Shards
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.precision import at_least_float32, einsum
+from pallas_kernels.precision import at_least_float32
+from pallas_kernels.router import expert_scores, select_experts
 
 
-def route(scores: Float[Array, "M E"], correction_bias: Float[Array, " E"], config: MoeConfig) -> Routing:
-    """Chooses experts by biased scores and weighs them by unbiased ones.
-
-    Weights are s / (Σ s + 1e-20) · routed_scaling_factor over the chosen experts. Ties go to the lower expert index.
-    Groups of experts are considered only when there are more of them than may be used, which no Kimi model has.
+def route(
+    scores: Float[Array, "M E"],
+    correction_bias: Float[Array, " E"],
+    config: MoeConfig,
+    implementation: Implementation | None = None,
+) -> Routing:
+    """Chooses experts by biased scores and weighs them by unbiased ones (see `pallas_kernels.router.select_experts`).
 
     Args:
         scores: σ of the router logits, float32.
         correction_bias: float32; moves the selection only (unless `config.biased_weights`).
         config: expert counts and scaling.
+        implementation: of the operation; None picks.
     """
-    tokens, num_experts = scores.shape
-    biased = scores + correction_bias.astype(scores.dtype)
-    selectable = biased
-    if config.num_expert_group > 1 and config.num_expert_group > config.topk_group:
-        grouped = biased.reshape(tokens, config.num_expert_group, -1)
-        group_scores = jax.lax.top_k(grouped, 2)[0].sum(-1)
-        _, best = jax.lax.top_k(group_scores, config.topk_group)
-        allowed = jnp.zeros(group_scores.shape, bool).at[jnp.arange(tokens)[:, None], best].set(True)
-        selectable = jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(tokens, num_experts)
-    _, experts = jax.lax.top_k(selectable, config.num_experts_per_token)
-    weights = jnp.take_along_axis(biased if config.biased_weights else scores, experts, axis=-1)
-    if config.renormalize:
-        weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
-    return Routing(experts, weights * config.routed_scaling_factor, scores)
+    experts, weights = select_experts(
+        scores,
+        correction_bias,
+        top_k=config.num_experts_per_token,
+        renormalize=config.renormalize,
+        scale=config.routed_scaling_factor,
+        biased_weights=config.biased_weights,
+        num_groups=config.num_expert_group,
+        top_groups=config.topk_group,
+        # No kernel of TPUs' own chooses experts.
+        implementation=None if implementation == "tpu" else implementation,
+    )
+    return Routing(experts, weights, scores)
 
 
 class Experts(nnx.Module):
@@ -99,15 +101,29 @@ class MixtureOfExperts(nnx.Module):
         """
         moe = self.config.moe
         rows = x.reshape(-1, x.shape[-1])
-        dtype = at_least_float32(x)
-        logits = einsum("md,ed->me", rows.astype(dtype), self.router[...].astype(dtype))
-        routing = route(jax.nn.sigmoid(logits), self.correction_bias[...], moe)
-
-        inner = rows if moe.latent_size is None else linear(rows, self.latent_down[...])
-        mixed = shards.experts(
-            inner, routing, valid.reshape(-1), experts, moe.num_experts, self.activation, implementation
+        scores, inner, gate_up = self._project(rows)
+        routing = route(scores, self.correction_bias[...], moe, implementation)
+        beside = None if gate_up is None else self.shared.after(gate_up)
+        mixed, beside = shards.experts(
+            inner, routing, valid.reshape(-1), experts, moe.num_experts, self.activation, implementation, beside
         )
         if moe.latent_size is not None:
             mixed = linear(self.latent_norm(mixed) if moe.latent_norm else mixed, self.latent_up[...])
-        mixed = mixed.reshape(x.shape)
-        return (mixed + shards.total(self.shared(x)) if moe.num_shared_experts else mixed), routing
+        return (mixed if beside is None else mixed + beside).reshape(x.shape), routing
+
+    def _project(
+        self, rows: Float[Array, "M D"]
+    ) -> tuple[Float[Array, "M E"], Float[Array, "M W"], Float[Array, "M G"] | None]:
+        """All that is multiplied with the input itself: scores, the experts' input, gate and up of shared experts."""
+        moe, router = self.config.moe, self.router[...]
+        latent, shared = moe.latent_size is not None, bool(moe.num_shared_experts)
+        if router.dtype != rows.dtype:
+            # Rounding either would cost the router its float32 products.
+            scores = expert_scores(rows, router)
+            inner = linear(rows, self.latent_down[...]) if latent else rows
+            return scores, inner, linear(rows, self.shared.both()) if shared else None
+        # Gate and up first: XLA slices out of a stack and flattens only the first array that it multiplies with.
+        weights = [*([self.shared.both()] if shared else []), *([self.latent_down[...]] if latent else []), router]
+        outs = [*[rows.dtype] * (len(weights) - 1), at_least_float32(rows)]
+        *others, logits = side_by_side(rows, weights, outs)
+        return jax.nn.sigmoid(logits), others[-1] if latent else rows, others[0] if shared else None

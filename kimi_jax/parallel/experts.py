@@ -35,6 +35,7 @@ from pallas_kernels.expert_layer import expert_mlp
 from pallas_kernels.manual_axes import align
 from pallas_kernels.mxfp4 import Mxfp4
 from pallas_kernels.precision import at_least_float32, einsum
+from pallas_kernels.router import sort_by_expert
 
 Exchange = Literal["replicated", "gathered", "ragged"]
 Weights = Float[Array, "_ _ _"] | Mxfp4
@@ -77,13 +78,14 @@ def run_experts_sharded(
     budget: int = BUDGET,
     implementation: Implementation | None = None,
     ragged_all_to_all: Callable[..., Array] = jax.lax.ragged_all_to_all,
-) -> Float[Array, "M D"]:
+    reduce: Callable[[Array], Any] | None = None,
+) -> Any:
     """Σ_e w_e · E_e(x) as `kimi_jax.modules.experts.run_experts`, with the experts split over mesh axes.
 
     Device i of the n devices of `axes` (row-major in the order of `axes`) owns experts i·E/n..(i+1)·E/n−1. Each token's
     sum is taken in float32 and rounded once: over its experts in their order for the ragged form; over a device's
-    experts in ascending order, then over devices, for the other two. Rows that aren't valid come back 0 and touch
-    nothing else, NaN neither.
+    experts, in its own order where one window holds them and in ascending order otherwise, then over devices, for the
+    other two. Rows that aren't valid come back 0 and touch nothing else, NaN neither.
 
     Differentiable in reverse mode, once, in `x`, `routing.weights` and array stacks; the gradient is that of the sum
     over devices of what is differentiated, as for collectives of jax under check_vma=False. Nothing but the arguments
@@ -106,6 +108,8 @@ def run_experts_sharded(
             `run_experts` does, whatever the budget.
         implementation: of the grouped products.
         ragged_all_to_all: another function of the same meaning.
+        reduce: for replicated tokens, what makes the result out of this device's sums [M, D], float32 or better, in place
+            of adding them up and rounding.
 
     Raises:
         ValueError: sizes or names that don't fit each other; names the config field where there is one.
@@ -167,7 +171,9 @@ def run_experts_sharded(
         device,
     )
     result: Array = _run(forms, *arrays)
-    return jax.lax.psum(result, axes).astype(x.dtype) if forms[0][1].kind == "replicated" else result
+    if forms[0][1].kind != "replicated":
+        return result
+    return jax.lax.psum(result, axes).astype(x.dtype) if reduce is None else reduce(result)
 
 
 def run_experts_parallel(
@@ -671,24 +677,14 @@ class _Mine(NamedTuple):
 
 def _mine(form: _Form, block: _Block, device: Int[Array, ""]) -> _Mine:
     tokens, per_token = block.experts.shape
-    local = block.experts.astype(jnp.int32) - device.astype(jnp.int32) * form.own
-    mine = block.valid[:, None] & (local >= 0) & (local < form.own)
-    order, sizes, place = _sort(jnp.where(mine, local, form.own), form.own)
+    first = device.astype(jnp.int32) * form.own
+    mine = block.valid[:, None] & (block.experts >= first) & (block.experts < first + form.own)
+    order, sizes, place = sort_by_expert(block.experts, form.own, block.valid, first=first)
     place = jnp.where(mine, place, tokens * per_token)
     ascending, beside = jax.lax.sort((place, block.weights), dimension=1, num_keys=1)
     return _Mine(
         order // per_token, jnp.cumsum(sizes), sizes, place, ascending, beside, block.weights.reshape(-1)[order]
     )
-
-
-def _sort(keys: Int[Array, "M k"], groups: int) -> tuple[Int[Array, " A"], Int[Array, " G"], Int[Array, "M k"]]:
-    """Order of the assignments by group, sizes of the groups, and each assignment's place; group `groups` is none."""
-    flat = keys.reshape(-1).astype(jnp.int32)
-    numbers = jnp.arange(flat.size, dtype=jnp.int32)
-    _, order = jax.lax.sort((flat, numbers), num_keys=1, is_stable=True)
-    place = jnp.zeros_like(order).at[order].set(numbers, unique_indices=True)
-    sizes = jnp.bincount(flat, length=groups).astype(jnp.int32)
-    return order, sizes, place.reshape(keys.shape)
 
 
 def _within(ends: Int[Array, "*n"], sizes: Int[Array, "*n"], low: Int[Array, ""], window: int) -> Int[Array, "*n"]:
@@ -719,23 +715,12 @@ def _add_up(
     return _while(jnp.max(count), add, total, (outputs, place, total), "expert_sums")
 
 
-def _sum_of_all(outputs: Float[Array, "A D"], mine: _Mine, dtype: Any) -> Float[Array, "M D"]:
-    """Each token's sum as `_add_up` makes it, of one window that holds every number."""
-    total = jnp.zeros((mine.place.shape[0], outputs.shape[1]), dtype)
-    for index in range(mine.place.shape[1]):
-        place = mine.sorted_place[:, index]
-        part = mine.sorted_weights[:, index, None].astype(dtype) * outputs[jnp.minimum(place, outputs.shape[0] - 1)]
-        total = total + jnp.where((place < mine.ends[-1])[:, None], part, 0)
-    return total
-
-
 def _local_forward(form: _Form, block: _Block, stack: _Stack, device: Int[Array, ""]) -> Float[Array, "M D"]:
     """Σ_e w_e · E_e(x) over this device's experts, float32 or better."""
+    window = min(form.window, block.experts.size)
+    if window == block.experts.size:
+        return _all_at_once(form, block, stack, device)
     mine = _mine(form, block, device)
-    window = min(form.window, mine.token.size)
-    if window == mine.token.size:
-        outputs = form.experts(block.x[mine.token], stack.gate_up, stack.down, mine.sizes, stack.offset)
-        return _sum_of_all(outputs, mine, at_least_float32(block.x, block.weights))
 
     def step(index: Array, total: Array) -> Array:
         low = index * window
@@ -747,6 +732,21 @@ def _local_forward(form: _Form, block: _Block, stack: _Stack, device: Int[Array,
 
     zeros = jnp.zeros(block.x.shape, at_least_float32(block.x, block.weights))
     return _while(-(-mine.ends[-1] // window), step, zeros, (block, stack))
+
+
+def _all_at_once(form: _Form, block: _Block, stack: _Stack, device: Int[Array, ""]) -> Float[Array, "M D"]:
+    """The same of one window that holds every assignment, each token's sum in the order in which it names its experts."""
+    tokens, per_token = block.experts.shape
+    first = device.astype(jnp.int32) * form.own
+    mine = block.valid[:, None] & (block.experts >= first) & (block.experts < first + form.own)
+    order, sizes, place = sort_by_expert(block.experts, form.own, block.valid, first=first)
+    rows = block.x.at[order // per_token].get(mode="promise_in_bounds")
+    outputs = form.experts(rows, stack.gate_up, stack.down, sizes, stack.offset)
+    # Rows of other devices' experts come last and are 0.
+    found = outputs.at[place.reshape(-1)].get(mode="promise_in_bounds", unique_indices=True)
+    dtype = at_least_float32(block.x, block.weights)
+    weights = jnp.where(mine, block.weights, 0).astype(dtype)
+    return einsum("mkd,mk->md", found.reshape(tokens, per_token, -1).astype(dtype), weights)
 
 
 def _local_backward(
@@ -839,8 +839,7 @@ class _Routes(NamedTuple):
 
 
 def _routes(form: _Form, block: _Block, device: Int[Array, ""]) -> _Routes:
-    keys = jnp.where(block.valid[:, None], block.experts, form.num_experts)
-    order, sizes, place = _sort(keys, form.num_experts)
+    order, sizes, place = sort_by_expert(block.experts, form.num_experts, block.valid)
     counts = jax.lax.all_gather(sizes, form.axes).reshape(form.size, form.size, form.own)
     between = counts.sum(2)
     starts = jnp.cumsum(between, axis=1) - between

@@ -11,17 +11,23 @@ from kimi_jax.modules.experts import ExpertStack, Routing
 from kimi_jax.modules.mlp import GatedActivation
 from kimi_jax.parallel.context_dsa import dense_context, dsa_context, gather_tokens
 from kimi_jax.parallel.context_kda import kda_from_raw_sharded, short_conv_sharded
-from kimi_jax.parallel.experts import Exchange, run_experts_parallel
+from kimi_jax.parallel.experts import Exchange, run_experts_parallel, run_experts_sharded
 from kimi_jax.parallel.sharded_decode import dense_decode_sharded, dsa_decode_sharded, owned_places
 from kimi_jax.parallel.zigzag import Layout
 from kimi_jax.shards import Shards
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.fp8_latent import Fp8Latent
 from pallas_kernels.kda import KdaOutput, kda_from_raw
+from pallas_kernels.manual_axes import align
 from pallas_kernels.mxfp8 import Mxfp8
 from pallas_kernels.short_conv import short_conv
+from pallas_kernels.target import platform
 
 Keys = TypeVar("Keys")
+
+
+FEW_TOKENS = 1024
+"""Tokens up to which the start of a collective takes longer than what it moves."""
 
 
 @dataclass(frozen=True)
@@ -181,19 +187,41 @@ class MeshShards(Shards):
         num_experts: int,
         activation: GatedActivation,
         implementation: Implementation | None,
-    ) -> Float[Array, "M D"]:
-        """Tokens go to their experts, or all devices run their own experts on all tokens."""
+        beside: Float[Array, "M W"] | None = None,
+    ) -> tuple[Float[Array, "M D"], Float[Array, "M W"] | None]:
+        """Tokens go to their experts, or all devices run their own experts on all tokens.
+
+        In the second case what is beside few tokens is added up in the same collective, where the same devices share
+        both.
+        """
         differ = "expert" in self.rows or self.split
-        return run_experts_parallel(
-            x,
-            routing,
-            valid,
-            stack,
-            num_experts,
-            activation,
+        given = x, routing, valid, stack, num_experts, activation
+        alone = jax.lax.axis_size("expert") == 1 and jax.lax.axis_size("tensor") > 1
+        few = alone and x.shape[0] <= FEW_TOKENS and not self.split
+        # What `run_experts_parallel` would choose everywhere but on TPUs.
+        replicated = self.exchange == "replicated" or (self.exchange is None and platform() != "tpu")
+        if beside is not None and few and replicated:
+            others = beside
+
+            def add_up(sums: Array) -> tuple[Array, Array]:
+                sums, more = align(sums, others)
+                both = jax.lax.psum(jnp.concatenate([sums, more.astype(sums.dtype)], axis=1), ("expert", "tensor"))
+                return both[:, : x.shape[1]].astype(x.dtype), both[:, x.shape[1] :].astype(more.dtype)
+
+            return run_experts_sharded(
+                *given,
+                axes=("expert", "tensor"),
+                tokens="replicated",
+                budget=self.expert_budget,
+                implementation=implementation,
+                reduce=add_up,
+            )
+        mixed = run_experts_parallel(
+            *given,
             split_axes=("expert",) if differ else (),
             replicated_axes=("tensor",) if differ else ("expert", "tensor"),
             exchange=self.exchange,
             budget=self.expert_budget,
             implementation=implementation,
         )
+        return mixed, None if beside is None else self.total(beside)

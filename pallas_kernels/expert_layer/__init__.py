@@ -8,11 +8,11 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.dispatch import Implementation, always, choose
 from pallas_kernels.expert_layer import gpu
 from pallas_kernels.expert_layer.rows import combine, spread
-from pallas_kernels.expert_layer.sort import sort_by_expert
 from pallas_kernels.gate import SWIGLU, Gate
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.manual_axes import align
 from pallas_kernels.mxfp4 import Mxfp4
+from pallas_kernels.router import sort_by_expert
 
 __all__ = ["Gate", "expert_layer", "expert_mlp", "sort_by_expert"]
 
@@ -63,14 +63,14 @@ def expert_layer(
             f"{valid.shape}; {tokens} tokens need [{tokens}, D], [{tokens}, k] twice and [{tokens}]."
         )
     _check("expert_layer", x, gate_up, down, num_experts)
-    chosen = jnp.where(valid[:, None], experts, num_experts)
-    order, group_sizes, place = sort_by_expert(chosen, num_experts)
+    plainly = implementation in ("xla", "reference")
+    order, group_sizes, place = sort_by_expert(experts, num_experts, valid, implementation="xla" if plainly else None)
     by_kernel = implementation in (None, "gpu") and gpu.obstacle(x, gate_up, down) is None
     x, order, place, weights = align(x, order, place, jnp.where(valid[:, None], weights, 0))
-    rows: Any = spread(x, order, place, by_kernel)
-    outputs = expert_mlp(
-        rows, gate_up, down, group_sizes, group_offset=group_offset, gate=gate, implementation=implementation
-    )
+    # A token is put in order once, and not once for each of its experts.
+    ordered = by_kernel and isinstance(gate_up, Mxfp4)
+    rows: Any = spread(gpu.products.order(x) if ordered else x, order, place, by_kernel)
+    outputs = _mlp(rows, gate_up, down, group_sizes, group_offset, gate, implementation, ordered)
     outputs, weights, order, place = align(outputs, weights, order, place)
     return combine(outputs, weights, order, place)
 
@@ -108,6 +108,20 @@ def expert_mlp(
         UnsupportedImplementationError: the implementation named can't run.
     """
     _check("expert_mlp", rows, gate_up, down, group_sizes.shape[0])
+    return _mlp(rows, gate_up, down, group_sizes, group_offset, gate, implementation, ordered=False)
+
+
+def _mlp(
+    rows: Float[Array, "M D"],
+    gate_up: Weights,
+    down: Weights,
+    group_sizes: Int[Array, " G"],
+    group_offset: int | Int[Array, ""],
+    gate: Gate,
+    implementation: Implementation | None,
+    ordered: bool,
+) -> Float[Array, "M D"]:
+    """`expert_mlp`; rows that are `ordered` are for the Hopper kernels."""
     if implementation in (None, "gpu", "xla"):
         choice = choose(
             "expert_mlp",
@@ -117,7 +131,7 @@ def expert_mlp(
         if choice.name == "gpu" and rows.shape[0]:
             offset = jnp.asarray(group_offset, jnp.int32)
             rows, gate_up, down, group_sizes, offset = align(rows, gate_up, down, group_sizes, offset)
-            return gpu.expert_mlp(rows, gate_up, down, group_sizes, offset, gate)
+            return gpu.expert_mlp(rows, gate_up, down, group_sizes, offset, gate, ordered)
 
     def product(rows: Array, weights: Weights) -> Array:
         return grouped_matmul(rows, weights, group_sizes, group_offset=group_offset, implementation=implementation)

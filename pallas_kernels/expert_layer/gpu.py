@@ -11,6 +11,9 @@ from pallas_kernels.gate import Gate
 from pallas_kernels.grouped_matmul import gpu as products
 from pallas_kernels.mxfp4 import Mxfp4
 
+_MANY = 2048
+"""Rows from which passes over memory count more than launches."""
+
 Weights = Float[Array, "_ _ _"] | Mxfp4
 
 
@@ -31,10 +34,10 @@ def take(x: Float[Array, "T D"], index: Int[Array, " A"], by_kernel: bool) -> Fl
 
 def _takes(x: Array, index: Array) -> bool:
     rows = index.shape[0]
-    return x.dtype == jnp.bfloat16 and x.shape[1] % 256 == 0 and x.shape[1] <= 7040 and rows % 8 == 0 and rows >= 2048
+    return x.dtype == jnp.bfloat16 and x.shape[1] % 256 == 0 and x.shape[1] <= 7040 and rows % 8 == 0 and rows >= _MANY
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def expert_mlp(
     rows: Float[Array, "M D"],
     gate_up: Weights,
@@ -42,40 +45,44 @@ def expert_mlp(
     group_sizes: Int[Array, " G"],
     group_offset: Int[Array, ""],
     gate: Gate,
+    ordered: bool,
 ) -> Float[Array, "M D"]:
-    """See `pallas_kernels.expert_layer.expert_mlp`."""
-    inner = _inner(rows, gate_up, group_sizes, group_offset, gate)
-    return products.by_kernel(inner, down, group_sizes, group_offset)
-
-
-def _inner(rows: Array, gate_up: Weights, group_sizes: Array, group_offset: Array, gate: Gate) -> Array:
-    """[M, F], gate and up joined: in the product itself, or after it where experts are packed.
-
-    The gate takes registers for two products; next to unpacked weights they leave room for narrow tiles only, each of
-    which unpacks its expert anew. With a row or two to an expert it was measured to lose as well.
-    """
+    """See `pallas_kernels.expert_layer.expert_mlp`; `ordered` rows have been through `products.order`."""
+    groups = (group_sizes, group_offset)
     if not isinstance(gate_up, Mxfp4):
-        return products.by_kernel(rows, gate_up, group_sizes, group_offset, gate)
-    return gate(*_halves(products.by_kernel(rows, gate_up, group_sizes, group_offset)))
+        return products.by_kernel(products.by_kernel(rows, gate_up, *groups, gate), down, *groups)
+    # A pass of its own: two accumulators beside unpacked weights leave room for narrow tiles only, each of which unpacks
+    # its expert anew. With a row or two to an expert it was measured to lose as well.
+    hidden = products.by_kernel(rows, gate_up, *groups, ordered=ordered)
+    packed = isinstance(down, Mxfp4)
+    halves = _halves(hidden)
+    if rows.shape[0] < _MANY:
+        inner = gate(*halves)
+    else:
+        # By few operations: XLA writes float32 numbers between tanh and the order of columns.
+        inner = gate.quickly(*(half.astype(jnp.float32) for half in halves)).astype(rows.dtype)
+    inner = products.order(inner) if packed else inner
+    return products.by_kernel(inner, down, *groups, ordered=packed)
 
 
 def _forward(
-    rows: Array, gate_up: Weights, down: Weights, group_sizes: Array, group_offset: Array, gate: Gate
+    rows: Array, gate_up: Weights, down: Weights, group_sizes: Array, group_offset: Array, gate: Gate, ordered: bool
 ) -> tuple[Array, tuple[Any, ...]]:
-    result: Any = expert_mlp(rows, gate_up, down, group_sizes, group_offset, gate)
+    result: Any = expert_mlp(rows, gate_up, down, group_sizes, group_offset, gate, ordered)
     return result, (rows, gate_up, down, group_sizes, group_offset)
 
 
-def _backward(gate: Gate, residuals: tuple[Any, ...], d_result: Array) -> tuple[Any, ...]:
+def _backward(gate: Gate, ordered: bool, residuals: tuple[Any, ...], d_result: Array) -> tuple[Any, ...]:
     """Gate and up are computed again: keeping them would take as much memory as everything else together."""
     rows, gate_up, down, group_sizes, group_offset = residuals
     groups = (group_sizes, group_offset)
-    hidden = products.by_kernel(rows, gate_up, *groups)
+    hidden = products.by_kernel(rows, gate_up, *groups, ordered=ordered)
     inner, pull_gate = jax.vjp(gate, *_halves(hidden))
     d_inner, d_down = products.gradients(inner, down, *groups, d_result)
     # Side by side in one pass; the gradient of taking a half would be a sum of padded arrays.
     d_hidden = jnp.concatenate(pull_gate(d_inner), axis=1)
     d_rows, d_gate_up = products.gradients(rows, gate_up, *groups, d_hidden)
+    d_rows = products.order(d_rows) if ordered else d_rows
     return d_rows, d_gate_up, d_down, None, None
 
 

@@ -26,6 +26,9 @@ _FEW = 16
 """Rows to an expert up to which copies of weights are all that takes time."""
 _NARROW, _MIDDLE = (8, 16, 32), (8, 16, 32, 64, 96)
 _WIDE = (8, 32, 64, 96, 128, 144, 160, 192, 224, 256)
+_WIDER = (8, 32, 64, 128, 192, 224, 256, 272, 288, 320)
+_TAIL = 3
+"""Standard deviations of evenly drawn groups' sizes that a tile holds beyond their mean."""
 _TALL = (8, 32, 64, 96, 112, 120, 128, 136, 144, 152)
 _MOST_STAGES = 8
 
@@ -80,16 +83,27 @@ def tuned(
     few = mean <= _FEW
     narrow = _NARROW[:2] if mean <= 4 else _NARROW
     tall = 2 if gated else 1
-    wide = _TALL if gated else _WIDE[:7] if packed else _WIDE
+    wide = _TALL if gated else _WIDE[:7] if packed else _reaching(mean)
     widths: tuple[int, ...] = narrow if few else _MIDDLE if mean <= 64 else wide
     whole = -(-num_rows // BLOCK) * BLOCK
     widths = tuple(size for size in widths if size <= whole)
     step = CHUNK if packed or (few and not gated and width % CHUNK == 0) else 64
     warpgroups = 3 if packed and few and out_width % (3 * tall * COLUMNS) == 0 else 2
     columns = warpgroups * COLUMNS
-    fixed = 2 * 2 * columns * (PART + BLOCK) + (2 * tall * columns * width // 32 if packed else 0)
-    slot = tall * step * (columns // 2 if packed else 2 * columns) + 2 * step * widths[-1]
-    return Tuning(widths, min(_MOST_STAGES, (SHARED_BYTES - fixed) // slot), step, warpgroups, blocks=blocks, tall=tall)
+    fixed = 2 * 2 * columns * (min(PART, widths[-1]) + BLOCK) + (2 * tall * columns * width // 32 if packed else 0)
+    an_input = tall * (columns // 2 if packed else 2 * columns) + 2 * widths[-1]  # of all weights and rows of a slot
+    # Memory gives pieces of 128 bytes, 256 inputs of packed weights, a quarter faster than pieces of 64.
+    if packed and few and SHARED_BYTES - fixed >= 3 * 2 * CHUNK * an_input:
+        step = 2 * CHUNK
+    stages = min(_MOST_STAGES, (SHARED_BYTES - fixed) // (step * an_input))
+    return Tuning(widths, stages, step, warpgroups, blocks=blocks, tall=tall)
+
+
+def _reaching(mean: float) -> tuple[int, ...]:
+    """Widths up to one that holds nearly all groups whole, as long as there is one; narrower ones leave room for slots."""
+    reach = mean + _TAIL * mean**0.5 + BLOCK
+    widths = _WIDE if reach <= _WIDE[-1] or reach > _WIDER[-1] else _WIDER
+    return widths[: sum(width < reach for width in widths) + 1]
 
 
 def by_kernel(
@@ -99,13 +113,24 @@ def by_kernel(
     group_offset: Int[Array, ""],
     gate: Gate | None = None,
     transposed: bool = False,
+    ordered: bool = False,
 ) -> Float[Array, "M F"]:
-    """The product, cut as `tuned` says; results have the rows' dtype. `transposed` array weights are [E, D, F]."""
+    """The product, cut as `tuned` says; results have the rows' dtype. `transposed` array weights are [E, D, F].
+
+    `ordered` rows have been through `order` already.
+    """
     blocks = getattr(jax.devices()[0], "core_count", 132)
     width, out_width = rows.shape[1], weights.shape[2 if transposed else 1]
     packed = isinstance(weights, Mxfp4)
     tuning = tuned(rows.shape[0], group_sizes.shape[0], width, out_width, packed, blocks, gate is not None)
-    return product(rows, weights, group_sizes, group_offset, rows.dtype, tuning, None, gate, transposed)
+    return product(rows, weights, group_sizes, group_offset, rows.dtype, tuning, None, gate, transposed, ordered)
+
+
+def order(rows: Float[Array, "M D"]) -> Float[Array, "M D"]:
+    """Columns in the order in which products with MXFP4 weights take them."""
+    from pallas_kernels.grouped_matmul.gpu_unpack import order_inputs
+
+    return order_inputs(rows)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -193,7 +218,7 @@ def weight_gradient(
     return jax.lax.dynamic_update_slice_in_dim(jnp.zeros(weights.shape, weights.dtype), gradient, group_offset, axis=0)
 
 
-@partial(jax.jit, static_argnums=(4, 5, 6, 7, 8))
+@partial(jax.jit, static_argnums=(4, 5, 6, 7, 8, 9))
 def product(
     rows: Float[Array, "M D"],
     weights: AnyWeights,
@@ -204,23 +229,26 @@ def product(
     interpret: Any = None,
     gate: Gate | None = None,
     transposed: bool = False,
+    ordered: bool = False,
 ) -> Float[Array, "M F"]:
     """The product cut as `tuning` says, through `gate` if there is one; `transposed` array weights are [E, D, F].
 
+    `ordered` rows have been through `order` already.
     `interpret` is what Pallas takes to run it without a GPU.
     """
     # Imported late: Mosaic takes a second, which nobody should wait for who has no such GPU.
+    from pallas_kernels.grouped_matmul import gpu_cut
     from pallas_kernels.grouped_matmul.gpu_kernel import multiply
-    from pallas_kernels.grouped_matmul.gpu_unpack import order_inputs
 
     num_rows = rows.shape[0]
     whole = -(-num_rows // BLOCK) * BLOCK
-    if isinstance(weights, Mxfp4):
-        rows = order_inputs(rows)
+    if isinstance(weights, Mxfp4) and not ordered:
+        rows = order(rows)
     # The copy engine gives zeros past the end; the interpreter refuses to read there.
     padding = whole - num_rows + (tuning.widths[-1] if interpret is not None else 0)
     if padding:
         rows = jnp.pad(rows, ((0, padding), (0, 0)))
-    work = cut(group_sizes, group_offset, whole, tuning.widths)
+    by_kernel = interpret is None and group_sizes.shape[0] <= gpu_cut.MOST_GROUPS and whole <= gpu_cut.MOST_ROWS
+    work = (gpu_cut.cut if by_kernel else cut)(group_sizes, group_offset, whole, tuning.widths)
     result = multiply(work, rows, weights, whole, out_dtype, tuning, interpret, gate, transposed)
     return result if whole == num_rows else result[:num_rows]

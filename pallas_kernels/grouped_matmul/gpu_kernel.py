@@ -13,6 +13,7 @@ own row and weights alone.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.gate import Gate
-from pallas_kernels.grouped_matmul.gpu_tiles import BLOCK, COLUMNS, PART, Tuning, Work
+from pallas_kernels.grouped_matmul.gpu_tiles import BLOCK, CHUNK, COLUMNS, PART, Tuning, Work
 from pallas_kernels.grouped_matmul.gpu_unpack import unpack, unpack_plainly
 from pallas_kernels.mxfp4 import Mxfp4
 
@@ -32,6 +33,9 @@ _COPY_REGISTERS = 40
 _PRODUCT_REGISTERS = {1: 232, 2: 232, 3: 152, 4: 104}  # by warpgroups that multiply; a block keeps what it starts with
 _ALTERNATING = {1: 32, 2: 32, 3: 16, 4: 16}
 """Rows up to which unpacked weights have two sets of registers; the assembler serialises products of wider tiles then."""
+
+_WIDEST = 256
+"""Rows of one matrix instruction; a wider tile takes two."""
 
 _SWIZZLED = (plgpu.TilingTransform((BLOCK, 64)), plgpu.SwizzleTransform(128))
 
@@ -66,6 +70,7 @@ def multiply(
     copies = 1 if gate is None else 2  # of array weights to a slot
     clusters = tuning.blocks // cluster
     steps = width // step
+    parts = step // CHUNK if packed else 1  # of a slot's inputs, multiplied one after the other
 
     def kernel(
         tiles: Any,
@@ -162,7 +167,7 @@ def multiply(
             if packed:
                 plgpu.barrier_wait(scale_full.at[scale_slot])
 
-            def weight_of(slot: Array, k: Array, block: int) -> Any:
+            def weight_of(slot: Array, k: Array, block: int, part: int) -> Any:
                 which = block * groups + group
                 columns = pl.ds(which * COLUMNS, COLUMNS)
                 if transposed and interpret is not None:
@@ -172,42 +177,52 @@ def multiply(
                     return weight_slots.at[slot, :, columns].transpose((1, 0))
                 if not packed:
                     return weight_slots.at[slot, columns]
+                first, count = (k * parts + part) * (CHUNK // 32), CHUNK // 32
                 if interpret is None:
-                    scale = scale_slots.at[scale_slot, which, pl.ds(0, COLUMNS), pl.ds(k * (step // 32), step // 32)]
-                    return unpack(weight_slots.at[slot, which], scale)
-                scale = lax.dynamic_slice_in_dim(scale_slots[scale_slot, which], k * (step // 32), step // 32, axis=1)
-                plain[which] = unpack_plainly(weight_slots[slot, which], scale)
+                    scale = scale_slots.at[scale_slot, which, pl.ds(0, COLUMNS), pl.ds(first, count)]
+                    return unpack(weight_slots.at[slot, which], scale, part)
+                scale = lax.dynamic_slice_in_dim(scale_slots[scale_slot, which], first, count, axis=1)
+                codes = weight_slots[slot, which, :, part * CHUNK // 2 : (part + 1) * CHUNK // 2]
+                plain[which] = unpack_plainly(codes, scale)
                 return plain.at[which]
 
             def product(size: int) -> None:
+                share = size if size <= _WIDEST else size // 2  # rows of one instruction
+                starts = range(0, size, share)
                 # Two sets of registers for weights; a wider product leaves none for the second.
-                alternate = packed and tall * size <= _ALTERNATING[groups] and (tall == 2 or steps % 2 == 0)
+                even = tall * parts % 2 == 0  # a slot's products end with the set that they didn't begin with
+                alternate = packed and tall * size <= _ALTERNATING[groups] and (even or steps % 2 == 0)
 
                 def accumulate(*totals: Any) -> tuple[Array, ...]:
-                    def rows_of(slot: Array) -> Any:
+                    def rows_of(slot: Array, start: int, part: int) -> Any:
+                        count = step // parts
                         if interpret is None:
-                            return row_slots.at[slot, pl.ds(0, size)].transpose((1, 0))
+                            there = row_slots.at[slot, pl.ds(start, share), pl.ds(part * count, count)]
+                            return there.transpose((1, 0))
                         # The interpreter of jax 0.10 turns no references.
-                        flipped[group, :, :size] = row_slots[slot, :size].T
-                        return flipped.at[group, :, pl.ds(0, size)]
+                        there = row_slots[slot, start : start + share, part * count : (part + 1) * count]
+                        flipped[group, :count, :share] = there.T
+                        return flipped.at[group, pl.ds(0, count), pl.ds(0, share)]
 
                     def one(k: Array, carry: tuple[()]) -> tuple[()]:
                         slot = lax.rem(done + k, stages)
                         plgpu.barrier_wait(full.at[slot])
-                        for block, total in enumerate(totals):
-                            weight = weight_of(slot, k, block)
+                        for block, part in itertools.product(range(tall), range(parts)):
+                            weight = weight_of(slot, k, block, part)
                             if alternate:
                                 # The product before still ran while these were unpacked into other registers.
                                 plgpu.wgmma_wait(0)
-                                if block == 0:
+                                if block == part == 0:
                                     free(k - 1)
-                            plgpu.wgmma(total, weight, rows_of(slot))
+                            of_block = totals[block * len(starts) : (block + 1) * len(starts)]
+                            for start, total in zip(starts, of_block, strict=True):
+                                plgpu.wgmma(total, weight, rows_of(slot, start, part))
                             if packed and not alternate:
                                 plgpu.wgmma_wait(0)
                         if packed and not alternate:
                             free(k)
                         elif not packed:
-                            plgpu.wgmma_wait(tall)  # all but those just issued
+                            plgpu.wgmma_wait(len(totals))  # all but those just issued
                             free(k - 1)
                         return carry
 
@@ -219,7 +234,7 @@ def multiply(
                     def two(pair: Array, carry: tuple[()]) -> tuple[()]:
                         return one(2 * pair + 1, one(2 * pair, carry))
 
-                    if alternate and tall == 1:
+                    if alternate and not even:
                         lax.fori_loop(0, busy * (steps // 2), two, ())
                     else:
                         lax.fori_loop(0, busy * steps, one, ())
@@ -228,17 +243,15 @@ def multiply(
                         free(busy * steps - 1)
                     return tuple(total[...] for total in totals)
 
-                sums = pl.run_scoped(
-                    accumulate, *[plgpu.WGMMAAccumulatorRef((COLUMNS, size), jnp.float32) for _ in range(tall)]
-                )
+                totals = [plgpu.WGMMAAccumulatorRef((COLUMNS, share), jnp.float32) for _ in range(tall * len(starts))]
+                sums = pl.run_scoped(accumulate, *totals)
 
                 def rounded(block: int, start: int, count: int) -> Array:
                     """Some rows' results in a block of columns, turned for the store where that is done in registers."""
-                    if gate is None:
-                        part = sums[block][:, start : start + count]
-                    else:
-                        part = gate.quickly(*(half[:, start : start + count] for half in sums))
-                    part = part.astype(out.dtype)
+                    which, at = divmod(start, share)
+                    blocks = (block,) if gate is None else (0, 1)
+                    found = [sums[one * len(starts) + which][:, at : at + count] for one in blocks]
+                    part = (found[0] if gate is None else gate.quickly(*found)).astype(out.dtype)
                     return part if interpret is not None else plgpu.layout_cast(part, plgpu.Layout.WGMMA_TRANSPOSED)
 
                 low, high = first - base, last - base
@@ -250,11 +263,11 @@ def multiply(
                 def columns(block: int) -> Any:
                     return pl.ds(column + (block * groups + group) * COLUMNS, COLUMNS)
 
-                def put_part(block: int, number: int, start: int) -> None:
+                def put_part(turn: int, block: int, start: int) -> None:
                     """Turns some rows, waits until the buffer's last ones are read, and sends off the whole blocks."""
-                    count, buffer = min(PART, size - start), number % 2
+                    count, buffer = min(PART, share - start % share), turn % 2
                     part = rounded(block, start, count)
-                    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                    plgpu.wait_smem_to_gmem(min(turn, 1), wait_read_only=True)
                     if interpret is None:
                         turned.at[group, buffer, pl.ds(0, count)].transpose((1, 0))[...] = part
                     else:
@@ -277,9 +290,9 @@ def multiply(
                         begin = begin + (blocks & (1 << power))
                     plgpu.commit_smem_to_gmem_group()
 
-                for block in range(results):
-                    for number, start in enumerate(range(0, size, PART)):
-                        put_part(block, number, start)
+                places = [begin + start for begin in starts for start in range(0, share, PART)]
+                for turn, (block, start) in enumerate(itertools.product(range(results), places)):
+                    put_part(turn, block, start)
 
                 def put_aside(columns_of: int, which: int, block: int) -> None:
                     part = rounded(columns_of, BLOCK * block, BLOCK)
@@ -355,9 +368,9 @@ def multiply(
         slot = (step, stored_blocks * COLUMNS) if transposed else (stored_blocks * COLUMNS, step)
         scratch["weight_slots"] = plgpu.SMEM((stages, *slot), rows.dtype, transforms=_SWIZZLED)
     if interpret is not None and (packed or transposed):
-        scratch["plain"] = plgpu.SMEM((stored_blocks, COLUMNS, step), jnp.bfloat16)
+        scratch["plain"] = plgpu.SMEM((stored_blocks, COLUMNS, step // parts), jnp.bfloat16)
     scratch["row_slots"] = plgpu.SMEM((stages, widest, step), rows.dtype, transforms=_SWIZZLED)
-    scratch["turned"] = plgpu.SMEM((groups, 2, PART, COLUMNS), out_dtype, transforms=_SWIZZLED)
+    scratch["turned"] = plgpu.SMEM((groups, 2, min(PART, widest), COLUMNS), out_dtype, transforms=_SWIZZLED)
     scratch["edges"] = plgpu.SMEM((groups, 2, BLOCK, COLUMNS), out_dtype)
     if interpret is not None:
         scratch["flipped"] = plgpu.SMEM((groups, step, widest), rows.dtype)

@@ -30,9 +30,9 @@ class Tuning:
     """How a product is cut.
 
     Attributes:
-        widths: rows that a tile may have, ascending multiples of 8 up to 256.
+        widths: rows that a tile may have, ascending multiples of 8 up to 256, then of 16 up to 512.
         stages: slots of the ring.
-        step: inputs a slot holds, a multiple of 64; MXFP4 has 128.
+        step: inputs a slot holds, a multiple of 64; with MXFP4 of 128.
         warpgroups: that multiply.
         cluster: blocks of threads, 1 or 2, that share a tile's rows.
         blocks: of threads in all, one a multiprocessor.
@@ -66,6 +66,11 @@ class Work(NamedTuple):
     used: Int[Array, " groups"]
 
 
+def most_tiles(num_groups: int, num_rows: int, widths: tuple[int, ...]) -> int:
+    """How many tiles `cut` may make."""
+    return min(num_rows, num_groups + 1) + (num_rows + 2 * BLOCK * num_groups) // widths[-1] + 1
+
+
 def cut(group_sizes: Int[Array, " G"], group_offset: Int[Array, ""], num_rows: int, widths: tuple[int, ...]) -> Work:
     """Tiles of at most widths[-1] rows, equal within a group; rows of no group are one more group, of zeros.
 
@@ -74,7 +79,7 @@ def cut(group_sizes: Int[Array, " G"], group_offset: Int[Array, ""], num_rows: i
     """
     num_groups = group_sizes.shape[0]
     widest = widths[-1]
-    most = min(num_rows, num_groups + 1) + (num_rows + 2 * BLOCK * num_groups) // widest + 1
+    most = most_tiles(num_groups, num_rows, widths)
     sizes = group_sizes.astype(jnp.int32)
     group = jnp.arange(num_groups + 1, dtype=jnp.int32)
     before = jnp.sum(jnp.where(group[:, None] > group[None, :-1], sizes[None, :], 0), axis=1, dtype=jnp.int32)

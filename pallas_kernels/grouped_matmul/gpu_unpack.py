@@ -6,6 +6,7 @@ order as long as both factors have the same one, so a thread takes the 16 bytes 
 read, and `order_inputs` puts the columns of the other factor where the codes happen to land.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -69,22 +70,23 @@ def _pair(word: Any, nibble: int, right: Any, mask: Any, times: Any) -> Any:
     return mask(times(codes, 0x1040 if low else 0x0104), 0x81C081C0)
 
 
-def unpack(packed_ref: Any, scale_ref: Any) -> Any:
+def unpack(packed_ref: Any, scale_ref: Any, part: int) -> Any:
     """bfloat16 [64, 128] weights in the registers of a matrix instruction's left factor.
 
     Args:
-        packed_ref: uint8 [64, 64] in shared memory, rows 64 bytes apart.
+        packed_ref: uint8 [64, 64 · n] in shared memory.
         scale_ref: uint8 [64, 4] in shared memory.
+        part: which 64 bytes of each row.
     """
     layout = plgpu.Layout.WGMMA
     read = plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), plgpu.RefType()),
         return_type=plgpu.ShapeDtypeStruct((64, CHUNK), jnp.dtype(jnp.bfloat16), layout=layout),
-    )(_read)
+    )(functools.partial(_read, part=part))
     return read(packed_ref, scale_ref)
 
 
-def _read(context: Any, packed: Any, scale: Any) -> Any:
+def _read(context: Any, packed: Any, scale: Any, part: int) -> Any:
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith as arithmetic
     from jaxlib.mlir.dialects import llvm, vector
@@ -107,6 +109,7 @@ def _read(context: Any, packed: Any, scale: Any) -> Any:
     block = arith.andi(lane, constant(3))
     packed_ptr, scale_ptr = mgpu.utils.memref_ptr(packed), mgpu.utils.memref_ptr(scale)
     scale_stride = ir.MemRefType(scale.type).get_strides_and_offset()[0][0]
+    packed_stride = ir.MemRefType(packed.type).get_strides_and_offset()[0][0]
 
     def multiply(a: Any, b: Any) -> Any:
         return llvm.inline_asm(i32, [a, b], "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r")
@@ -127,7 +130,8 @@ def _read(context: Any, packed: Any, scale: Any) -> Any:
     large: Any = arith.constant(ir.IntegerType.get_signless(1), ir.BoolAttr.get(False))
     for half in range(2):
         my_row = arith.addi(row, constant(8 * half))
-        offset = arith.addi(arith.muli(my_row, constant(64)), arith.muli(block, constant(16)))
+        offset = arith.addi(arith.muli(my_row, constant(packed_stride)), arith.muli(block, constant(16)))
+        offset = arith.addi(offset, constant(part * CHUNK // 2))
         address = mgpu.utils.getelementptr(packed_ptr, [offset], i8)
         loaded = llvm.load(words, address, alignment=16)
         offset = arith.addi(arith.muli(my_row, constant(scale_stride)), block)

@@ -1,5 +1,6 @@
 """The Hopper kernels of a layer of routed experts, interpreted on a CPU or lowered for a GPU that isn't there."""
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -120,8 +121,8 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def tuned(num_rows, num_groups, width, out_width, packed, blocks, gated=False):
         return Tuning((24,), 2, 128, blocks=1, warpgroups=1 if gated else 2, tall=2 if gated else 1)
 
-    def product(rows, weights, sizes, offset, out_dtype, tuning, interpret=None, gate=None, transposed=False):
-        return run(rows, weights, sizes, offset, out_dtype, tuning, interpreter(), gate, transposed)
+    def product(rows, weights, sizes, offset, out_dtype, tuning, interpret, gate, transposed, ordered):
+        return run(rows, weights, sizes, offset, out_dtype, tuning, interpreter(), gate, transposed, ordered)
 
     monkeypatch.setattr(products, "tuned", tuned)
     monkeypatch.setattr(products, "product", product)
@@ -180,6 +181,44 @@ def test_a_layer_and_its_gradients_by_kernels(on_a_gpu: None) -> None:
     np.testing.assert_array_equal(np.asarray(gradients[0][4]).astype(np.float64), 0)
 
 
+def test_a_layer_of_packed_experts_by_kernels(on_a_gpu: None) -> None:
+    tokens, experts, per_token, width, inner = 5, 2, 1, 512, 512
+    rng, gate = np.random.default_rng(0), GATES[1]
+    x, cotangent = draw(tokens, width, seed=1), draw(tokens, width, seed=2)
+    chosen = np.stack([rng.permutation(experts)[:per_token] for _ in range(tokens)])
+    weights = rng.random((tokens, per_token)).astype(np.float32)
+
+    def stack(out: int, width: int) -> tuple[Mxfp4, np.ndarray]:
+        packed = rng.integers(0, 256, (experts, out, width // 2), dtype=np.uint8)
+        scale = rng.integers(119, 121, (experts, out, width // 32), dtype=np.uint8)
+        codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(experts, out, width)
+        values = MAGNITUDES[codes & 7] * np.where(codes >= 8, -1, 1) * np.repeat(2.0 ** (scale - 127.0), 32, axis=-1)
+        return Mxfp4(jnp.asarray(packed), jnp.asarray(scale)), values
+
+    (gate_up, up_values), (down, down_values) = stack(2 * inner, width), stack(width, inner)
+
+    def run(x: jax.Array) -> jax.Array:
+        mixing, valid = jnp.asarray(weights), jnp.ones(tokens, bool)
+        return expert_layer(x, jnp.asarray(chosen), mixing, valid, gate_up, down, num_experts=experts, gate=gate)
+
+    with noted_choices() as found:
+        got, pull = jax.vjp(run, jnp.asarray(x, BF16))
+    assert found["expert_mlp"].name == "gpu"
+    [gradient] = pull(jnp.asarray(cotangent, BF16))
+    want, d_x, step = np.zeros_like(x), np.zeros_like(x), 1e-4
+    for m in range(tokens):
+        for j, e in enumerate(chosen[m]):
+            g, u = np.split(up_values[e] @ x[m], 2)
+            want[m] += weights[m, j] * (down_values[e] @ joined(gate, g, u))
+            d_inner = down_values[e].T @ (weights[m, j] * cotangent[m])
+            by_g = (joined(gate, g + step, u) - joined(gate, g - step, u)) / (2 * step)
+            by_u = (joined(gate, g, u + step) - joined(gate, g, u - step)) / (2 * step)
+            d_x[m] += up_values[e].T @ np.concatenate([d_inner * by_g, d_inner * by_u])
+    for one, other in ((got, want), (gradient, d_x)):
+        error = np.linalg.norm(np.asarray(one).astype(np.float64) - other)
+        assert error <= 1e-2 * np.linalg.norm(other)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_it_lowers_for_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
     monkeypatch.setattr(products, "obstacle", products.unfit)
@@ -201,6 +240,45 @@ def test_it_lowers_for_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch, p
     assert text.count("mosaic_gpu_v2") + text.count('"mosaic_gpu"') >= 2
     written = f"128x{2 * inner}xbf16" in text
     assert written == packed  # array weights: gate and up are never written
+
+
+def users(jaxpr: Any, variable: Any) -> Iterator[str]:
+    """Names of the operations that a value goes into, through calls; a kernel is one operation."""
+    for equation in jaxpr.eqns:
+        for place, given in enumerate(equation.invars):
+            if given is not variable:
+                continue
+            inner = [getattr(value, "jaxpr", value) for value in equation.params.values() if hasattr(value, "jaxpr")]
+            inner = [program for program in inner if len(program.invars) == len(equation.invars)]
+            if not inner:
+                yield equation.primitive.name
+            for program in inner:
+                yield from users(program, program.invars[place])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_kernels_read_the_weights_as_they_are_stored(monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
+    # Nothing is done to weights before the kernels, of one layer or of all: no copy, no transposition, no slice.
+    monkeypatch.setattr(products, "obstacle", products.unfit)
+    layers, experts, width, inner = 3, 16, 512, 512
+
+    def stack(out: int, width: int) -> Any:
+        shape = (layers * experts, out, width)
+        if not packed:
+            return jax.ShapeDtypeStruct(shape, BF16)
+        parts = (*shape[:2], width // 2), (*shape[:2], width // 32)
+        return Mxfp4(*(jax.ShapeDtypeStruct(part, jnp.uint8) for part in parts))
+
+    def run(gate_up: Any, down: Any, layer: jax.Array, rows: jax.Array, sizes: jax.Array) -> jax.Array:
+        return expert_mlp(rows, gate_up, down, sizes, group_offset=layer * experts)
+
+    weights = stack(2 * inner, width), stack(width, inner)
+    small = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((64, width), BF16)
+    program = jax.make_jaxpr(run)(*weights, *small, jax.ShapeDtypeStruct((experts,), jnp.int32)).jaxpr
+    for variable in program.invars[: len(jax.tree.leaves(weights))]:
+        found = list(users(program, variable))
+        assert found
+        assert set(found) <= {"mpmd_map", "core_map", "run_state", "pallas_call"}
 
 
 def test_what_it_cannot_do_is_said() -> None:

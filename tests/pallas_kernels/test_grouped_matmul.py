@@ -153,6 +153,20 @@ def test_mxfp4_equals_its_dequantised_weights_bit_for_bit(implementation: Implem
     np.testing.assert_array_equal(gradient(packed), gradient(jnp.asarray(dense, dtype)))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_every_byte_with_every_exact_scale(implementation: Implementation, dtype: str) -> None:
+    # Rows with a single one read the weights themselves: all 256 bytes under scale bytes 2 to 252, an output each.
+    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    scale = np.arange(2, 253, dtype=np.uint8)
+    packed = np.tile(np.arange(256, dtype=np.uint8), (1, len(scale), 1))
+    weights = Mxfp4(jnp.asarray(packed), jnp.asarray(np.repeat(scale[None, :, None], 16, axis=2)))
+    codes = np.stack([packed[0] & 15, packed[0] >> 4], axis=-1).reshape(len(scale), 512)
+    exact = magnitudes[codes & 7] * np.where(codes >= 8, -1, 1) * 2.0 ** (scale[:, None] - 127.0)
+    got = run(implementation, np.eye(512), weights, [512], dtype=dtype)
+    np.testing.assert_array_equal(np.asarray(got).astype(np.float64).T, exact)
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_gradients_in_float64(implementation: Implementation) -> None:
     rows, weights, upstream = draw(M, D), draw(2 * G, F, D, seed=1), draw(M, F, seed=2)

@@ -9,10 +9,11 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import UnsupportedImplementationError, noted_choices
-from pallas_kernels.grouped_matmul import gpu, grouped_matmul, specs, xla
+from pallas_kernels.grouped_matmul import gpu, gpu_cut, grouped_matmul, specs, xla
 from pallas_kernels.grouped_matmul.gpu_tiles import Tuning, cut
 from pallas_kernels.grouped_matmul.gpu_unpack import order_inputs, unpack_plainly
 from pallas_kernels.mxfp4 import Mxfp4
+from tests.pallas_kernels.numpy_warp import run_block
 
 BF16 = jnp.dtype("bfloat16")
 MAGNITUDES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -78,6 +79,28 @@ def test_two_warpgroups_and_two_blocks_of_threads() -> None:
     np.testing.assert_allclose(got, oracle(rows, weights, sizes, 0), rtol=2**-8, atol=1e-5)
 
 
+WIDE = [
+    (Tuning((16, 288), 2, warpgroups=1, blocks=1), [0, 270, 9]),  # two instructions
+    (Tuning((24, 96), 2, warpgroups=1, blocks=1, tall=2), [3, 90, 0]),  # two blocks of columns, an odd number of parts
+]
+
+
+@pytest.mark.parametrize(("tuning", "sizes"), WIDE, ids=["wide", "tall"])
+def test_wide_tiles_and_two_blocks_of_columns(tuning: Tuning, sizes: list[int]) -> None:
+    rows, weights = draw(sum(sizes) + 2, 64, seed=0), draw(3, 64 * tuning.tall, 64, seed=1)
+    got = interpreted(rows, weights, sizes, 0, tuning)
+    np.testing.assert_allclose(got, oracle(rows, weights, sizes, 0), rtol=2**-8, atol=1e-5)
+
+
+def test_slots_of_256_packed_inputs() -> None:
+    rng = np.random.default_rng(0)
+    packed = rng.integers(0, 256, (2, 64, 256), dtype=np.uint8)
+    scale = rng.integers(120, 124, (2, 64, 16), dtype=np.uint8)
+    rows, sizes, weights = draw(12, 512, seed=1), [5, 6], Mxfp4(jnp.asarray(packed), jnp.asarray(scale))
+    got = interpreted(rows, weights, sizes, 0, Tuning((8,), 2, 256, warpgroups=1, blocks=1))
+    np.testing.assert_allclose(got, oracle(rows, stored_values(packed, scale), sizes, 0), rtol=2**-8, atol=1e-3)
+
+
 def stored_values(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
     """MXFP4 by its definition; scales 0 and 1 stand for zeros."""
     codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
@@ -98,6 +121,14 @@ def test_every_pair_of_codes_comes_out_exactly() -> None:
     weights = Mxfp4(jnp.asarray(packed), jnp.asarray(scale))
     got = interpreted(rows, weights, [48], 0, Tuning((16,), 2, 128, warpgroups=1, blocks=1))
     np.testing.assert_array_equal(got, stored_values(packed[0], scale[0])[:, inputs].T)
+
+
+def test_every_byte_with_every_exact_scale() -> None:
+    packed = np.tile(np.arange(256, dtype=np.uint8), (1, 256, 1))
+    scale = np.tile(np.clip(np.arange(256), 2, 252).astype(np.uint8)[None, :, None], (1, 1, 16))
+    weights = Mxfp4(jnp.asarray(packed), jnp.asarray(scale))
+    got = interpreted(np.eye(512), weights, [512], 0, Tuning((256,), 2, 128, warpgroups=1, blocks=1))
+    np.testing.assert_array_equal(got, stored_values(packed[0], scale[0]).T)
 
 
 def test_unpacked_weights_and_columns_of_rows_agree_on_their_order() -> None:
@@ -138,13 +169,34 @@ def test_tiles_cover_every_row_once(widths: tuple[int, ...]) -> None:
         np.testing.assert_array_equal(seen, 1)
 
 
+@pytest.mark.parametrize("num_groups", [9, 128, 300])
+@pytest.mark.parametrize("widths", [(8,), (8, 16), (16, 64, 256)])
+def test_warps_cut_the_same_tiles(widths: tuple[int, ...], num_groups: int) -> None:
+    rng, total = np.random.default_rng(len(widths)), 640
+    for high in (2, 9, 140):
+        sizes = rng.integers(0, high, num_groups) * rng.integers(0, 2, num_groups)
+        sizes = np.diff(np.minimum(np.cumsum(sizes), total), prepend=0).astype(np.int32)
+        want = cut(jnp.asarray(sizes), jnp.int32(5), total, widths)
+        most = want.tiles.shape[1]
+        tiles, used = np.full(6 * most, -9, np.int32), np.full(num_groups + 1, -9, np.int32)
+        arrays = sizes, np.array([5], np.int32), tiles, used, np.full(gpu_cut.room_for(num_groups), 77, np.int32)
+
+        def act(warp: Any, arrays: Any = arrays, most: int = most) -> None:
+            settings: Any = {"num_groups": num_groups, "num_rows": total, "widths": widths, "most": most}
+            gpu_cut.cut_by_warps(warp, *((array, 0) for array in arrays), **settings)
+
+        run_block(gpu_cut.WARPS, act)
+        np.testing.assert_array_equal(used, want.used)
+        np.testing.assert_array_equal(tiles.reshape(6, -1)[:, : used[-1]], np.asarray(want.tiles)[:, : used[-1]])
+
+
 def shared_bytes(tuning: Tuning, width: int, packed: bool) -> int:
     """A ring of weights and rows, results on their way out, and two sets of scales."""
     columns, widest = 64 * tuning.warpgroups, tuning.widths[-1]
     weights = columns * tuning.step // 2 if packed else 2 * columns * tuning.step
     weights *= tuning.tall
     ring = tuning.stages * (weights + 2 * widest * tuning.step)
-    return ring + 2 * 2 * columns * (32 + 8) + (2 * tuning.tall * columns * width // 32 if packed else 0)
+    return ring + 2 * 2 * columns * (min(32, widest) + 8) + (2 * tuning.tall * columns * width // 32 if packed else 0)
 
 
 def shapes(spec: specs.GroupedMatmulSpec) -> tuple[Any, Any, Any, Any]:
@@ -215,7 +267,7 @@ def test_gradients_of_weights_are_sums_over_a_groups_rows(offset: int) -> None:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_gradients_are_two_more_products(monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
-    def product(rows, weights, sizes, offset, out_dtype, tuning, interpret=None, gate=None, transposed=False):
+    def product(rows, weights, sizes, offset, out_dtype, tuning, interpret, gate, transposed, ordered):
         weights = weights.swapaxes(1, 2) if transposed else weights
         return xla.grouped_matmul(rows, weights, sizes, offset, out_dtype, 8)
 

@@ -96,7 +96,7 @@ def test_one_line_before_loading(capsys: pytest.CaptureFixture[str]) -> None:
     assert said[0].startswith("kimi_jax: kimi_k3, 13 layers, bfloat16, on 1 cpu device (cpu), ")
     assert "MiB of parameters on each; caches: 0.4 KiB a token of latents in bfloat16, " in said[0]
     assert " MiB a row; xla for attn_res, " in said[0]
-    assert said[0].endswith("short_conv (kernels run on TPUs and Hopper GPUs)")
+    assert said[0].endswith("router, short_conv, sort_by_expert (kernels run on TPUs and Hopper GPUs)")
     assert said[1].startswith("kimi_jax: loaded in ")
     assert f"{directory / 'tiktoken.model'} is missing" in said[1]
     Kimi.from_pretrained(directory, compilation_cache=False, progress=False)
