@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Implementation, always, choose
@@ -76,6 +77,7 @@ def kda(
     chunk_size: int | None = None,
     chunk_scan: ChunkScan | None = None,
     segments: int | None = None,
+    state_dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
 ) -> KdaOutput:
     """Runs the gated delta rule over T tokens.
@@ -122,6 +124,8 @@ def kda(
             that enters it. For few heads and long sequences; the results differ by rounding. Where the kernels cut depends
             on the sequence's own length and this number. None: "gpu" takes what a model of its time says is fastest for
             the shapes and the GPU's multiprocessors, and says it with its choice; the others take 1. "reference" has none.
+        state_dtype: of the states that are returned, bfloat16 for instance; None: float32 or better. They are computed in
+            float32 or better whatever it is, from an initial_state of any floating point type.
         implementation: None takes the best that can run. "tpu" takes widths K and V that are multiples of 128, q, k and
             v in float32 or bfloat16. With bfloat16 its products keep 16 bits of each operand. Its gradient is a kernel,
             too, or that of "xla" with segments or state_positions. "gpu" takes widths of 128, q, k and v in bfloat16,
@@ -151,6 +155,9 @@ def kda(
     _check_segments("kda", segments)
     if chunk_scan == "associative" and segments not in (None, 1):
         raise ValueError(f"kda: segments is {segments}, and chunk_scan='associative' has none; leave one of them out.")
+    _check_state_dtype("kda", state_dtype)
+    if initial_state is not None:
+        initial_state = initial_state.astype(at_least_float32(q, k, v, g, beta, initial_state))
     one_token = q.shape[1] == 1 and segment_ids is None and state_positions is None
     note = partial(_note, q, num_segments, state_positions, gate_lower_bound, segments, one_token, raw=False)
     choice = choose(
@@ -189,8 +196,6 @@ def kda(
         },
         {"gpu": note},
     )
-    if initial_state is not None:
-        initial_state = initial_state.astype(at_least_float32(q, k, v, g, beta, initial_state))
     arguments: dict[str, Any] = {
         "initial_state": initial_state,
         "lengths": lengths,
@@ -198,57 +203,29 @@ def kda(
         "num_segments": num_segments,
         "scale": q.shape[-1] ** -0.5 if scale is None else scale,
     }
-    if choice.name == "tpu":
-        return KdaOutput(
-            *tpu.kda(
-                q,
-                k,
-                v,
-                g,
-                beta,
-                **arguments,
-                state_positions=state_positions,
-                gate_lower_bound=gate_lower_bound,
-                chunk_size=chunk_size,
-                segments=segments or 1,
-            )
-        )
+    tokens = q, k, v, g, beta
     if choice.name == "gpu" and one_token:
-        one = gpu_slots.one_token(
-            q, k, v, g, beta, initial_state=initial_state, lengths=lengths, scale=arguments["scale"]
-        )
-        return KdaOutput(*one, None)
-    if choice.name == "gpu":
-        return KdaOutput(
-            *gpu.kda_with_states(
-                q,
-                k,
-                v,
-                g,
-                beta,
-                **arguments,
-                state_positions=state_positions,
-                gate_lower_bound=gate_lower_bound,
-                segments=segments,
-            )
-        )
+        one = gpu_slots.one_token(*tokens, initial_state=initial_state, lengths=lengths, scale=arguments["scale"])
+        return _output((*one, None), state_dtype)
     arguments["state_positions"] = state_positions
     if choice.name == "reference":
-        return KdaOutput(*reference.kda(q, k, v, g, beta, **arguments))
-    return KdaOutput(
-        *xla.kda(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            **arguments,
-            gate_lower_bound=gate_lower_bound,
-            chunk_size=chunk_size,
-            chunk_scan=chunk_scan or (best_chunk_scan(q.shape[0] * q.shape[2]) if segments is None else "sequential"),
-            segments=segments or 1,
-        )
-    )
+        return _output(reference.kda(*tokens, **arguments), state_dtype)
+    arguments["gate_lower_bound"] = gate_lower_bound
+    if choice.name == "gpu":
+        return _output(gpu.kda_with_states(*tokens, **arguments, segments=segments), state_dtype)
+    arguments |= {"chunk_size": chunk_size, "segments": segments or 1}
+    if choice.name == "tpu":
+        return _output(tpu.kda(*tokens, **arguments), state_dtype)
+    if chunk_scan is None:
+        chunk_scan = best_chunk_scan(q.shape[0] * q.shape[2]) if segments is None else "sequential"
+    return _output(xla.kda(*tokens, **arguments, chunk_scan=chunk_scan), state_dtype)
+
+
+def _output(found: tuple[Array, Array, Array | None], state_dtype: DTypeLike | None) -> KdaOutput:
+    o, final_state, states = found
+    if state_dtype is None:
+        return KdaOutput(o, final_state, states)
+    return KdaOutput(o, final_state.astype(state_dtype), None if states is None else states.astype(state_dtype))
 
 
 def kda_from_raw(
@@ -268,6 +245,7 @@ def kda_from_raw(
     scale: float | None = None,
     gate_lower_bound: float | None = None,
     segments: int | None = None,
+    state_dtype: DTypeLike | None = None,
     implementation: Implementation | None = None,
 ) -> KdaOutput:
     """Runs `kda` on what a layer's projections give.
@@ -293,6 +271,7 @@ def kda_from_raw(
         scale: of q.
         gate_lower_bound: of `gate`.
         segments: into how many parts to cut each sequence.
+        state_dtype: of the states that are returned.
         implementation: None takes the best that can run.
 
     Returns:
@@ -316,6 +295,9 @@ def kda_from_raw(
             f"kda_from_raw: gate_lower_bound is {gate_lower_bound}; it must be negative, or None if the gate has no bound."
         )
     _check_segments("kda_from_raw", segments)
+    _check_state_dtype("kda_from_raw", state_dtype)
+    if initial_state is not None and jnp.issubdtype(initial_state.dtype, jnp.floating):
+        initial_state = initial_state.astype(at_least_float32(initial_state))
     dtype = at_least_float32(raw, A_log, dt_bias)
     decays = jax.ShapeDtypeStruct(raw.shape, dtype)
     betas = jax.ShapeDtypeStruct(beta_logits.shape, at_least_float32(beta_logits))
@@ -365,7 +347,7 @@ def kda_from_raw(
                     scale=q.shape[-1] ** -0.5 if scale is None else scale,
                     gate_lower_bound=gate_lower_bound,
                 )
-                return KdaOutput(*one, None)
+                return _output((*one, None), state_dtype)
             found = gpu.kda_with_states(
                 q,
                 k,
@@ -383,7 +365,7 @@ def kda_from_raw(
                 gate_lower_bound=gate_lower_bound,
                 segments=segments,
             )
-            return KdaOutput(*found)
+            return _output(found, state_dtype)
     counts = None if segment_ids is None else segment_ids >= 0
     if lengths is not None:
         counts = jnp.arange(q.shape[1]) < lengths[:, None]
@@ -405,6 +387,7 @@ def kda_from_raw(
         scale=scale,
         gate_lower_bound=gate_lower_bound,
         segments=segments,
+        state_dtype=state_dtype,
         implementation=implementation,
     )
 
@@ -449,6 +432,13 @@ def _note(
         return None
     gradient = gpu.gradient_in_words(gate_lower_bound, state_positions is not None, raw)
     return f"{gpu.in_words(q, num_segments, segments)}; {gradient}"
+
+
+def _check_state_dtype(operation: str, state_dtype: DTypeLike | None) -> None:
+    if state_dtype is not None and not jnp.issubdtype(state_dtype, jnp.floating):
+        raise TypeError(
+            f"{operation}: state_dtype is {jnp.dtype(state_dtype)}; it must be a floating point type, or None."
+        )
 
 
 def _check_segments(operation: str, segments: int | None) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.dispatch import UnsupportedImplementationError
-from pallas_kernels.kda import KdaOutput, gate, kda, l2_normalize
+from pallas_kernels.kda import KdaOutput, gate, kda, kda_from_raw, l2_normalize
 from pallas_kernels.kda.specs import SPECS
 from tests import oracle_kda as oracle
 
@@ -657,6 +657,7 @@ BAD_CALLS = {
     "g has dtype bfloat16": (TypeError, {"g": jnp.ones((2, 8, 2, 8), jnp.bfloat16)}),
     "beta has dtype bfloat16": (TypeError, {"beta": jnp.ones((2, 8, 2), jnp.bfloat16)}),
     "initial_state has shape": (ValueError, {"initial_state": jnp.ones((2, 2, 4, 8))}),
+    "state_dtype is int32": (TypeError, {"state_dtype": jnp.int32}),
     "initial_state has dtype": (TypeError, {"initial_state": jnp.ones((2, 2, 8, 4), jnp.int32)}),
     "lengths has shape": (ValueError, {"lengths": jnp.ones((3,), jnp.int32)}),
     "lengths has dtype": (TypeError, {"lengths": jnp.ones((2,))}),
@@ -702,6 +703,26 @@ def test_bad_calls_are_refused(message: str) -> None:
     }
     with pytest.raises(error, match=message):
         kda(**(arguments | change))
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_states_are_kept_in_the_dtype_asked_for(implementation: Any) -> None:
+    inputs = {name: jnp.asarray(x) for name, x in make(1, 20, 2, 8, 8).items()}
+    state = inputs.pop("state").astype(jnp.bfloat16)
+    options = {"state_positions": jnp.asarray([[7]]), "implementation": implementation}
+    kept = kda(**inputs, initial_state=state, state_dtype=jnp.bfloat16, **options)
+    exact = kda(**inputs, initial_state=state.astype(jnp.float32), **options)
+    assert kept.final_state.dtype == jnp.bfloat16
+    assert kept.states is not None
+    assert exact.states is not None
+    np.testing.assert_array_equal(kept.o, exact.o)
+    np.testing.assert_array_equal(kept.final_state, exact.final_state.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(kept.states, exact.states.astype(jnp.bfloat16))
+    numbers = {"A_log": jnp.zeros(2), "dt_bias": jnp.zeros((2, 8))}
+    q, k, v, g, beta = (inputs[name] for name in ("q", "k", "v", "g", "beta"))
+    raw = kda_from_raw(q, k, v, g, beta, **numbers, initial_state=state, state_dtype=jnp.bfloat16)
+    wide = kda_from_raw(q, k, v, g, beta, **numbers, initial_state=state.astype(jnp.float32))
+    np.testing.assert_array_equal(raw.final_state, wide.final_state.astype(jnp.bfloat16))
 
 
 @pytest.mark.usefixtures("unchecked")
