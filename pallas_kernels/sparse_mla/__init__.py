@@ -21,7 +21,7 @@ from pallas_kernels.lightning_indexer.validate import (
 )
 from pallas_kernels.manual_axes import align
 from pallas_kernels.mxfp8 import Mxfp8
-from pallas_kernels.sparse_mla import dense, gpu, gpu_dsa, kl, reference, tpu, xla
+from pallas_kernels.sparse_mla import dense, gpu, kernel_dsa, kl, reference, tpu, xla
 from pallas_kernels.target import platform
 
 __all__ = [
@@ -267,8 +267,8 @@ def dsa_mla(
         budget_bytes: bound on working memory beyond arguments and results; None: `default_budget_bytes()`. The
             smallest block is one query of every batch row.
         return_indices: also return the selection.
-        implementation: "gpu" (NVIDIA Hopper: `lightning_indexer`, then the kernel of `sparse_mla`), "xla",
-            "reference", or None for the best one.
+        implementation: "gpu" (NVIDIA Hopper) and "tpu": `lightning_indexer`, then the kernel of `sparse_mla`; "xla",
+            "reference", or None for the best one, which on TPUs is "tpu" for long rows only.
 
     Returns:
         The attention output in the dtype of `q`; with `return_indices` also int32 positions, ascending, padded with -1.
@@ -296,17 +296,27 @@ def dsa_mla(
         )
     q_positions = q_positions.astype(jnp.int32)
     indices: jax.Array | None
-    segmented = segment_ids is not None or key_segment_ids is not None
     chosen = _choose(
         operation,
         implementation,
-        lambda: gpu_dsa.obstacle(
-            index_q, index_k, index_w, q, latent, w_uk, top_k=top_k, segmented=segmented, form=form
+        lambda: kernel_dsa.gpu_obstacle(index_k, q, latent, w_uk, top_k=top_k, form=form),
+        lambda: kernel_dsa.tpu_obstacle(
+            index_q,
+            index_k,
+            index_w,
+            q,
+            latent,
+            w_uk,
+            top_k=top_k,
+            form=form,
+            two_stage=two_stage,
+            named=implementation == "tpu",
         ),
     )
-    if chosen == "gpu":
-        out, indices = gpu_dsa.dsa_mla(
+    if chosen in ("gpu", "tpu"):
+        out, indices = kernel_dsa.dsa_mla(
             *align(index_q, index_k, index_w, q, latent, w_uk, w_uv),
+            kernel="gpu" if chosen == "gpu" else "tpu",
             top_k=top_k,
             q_positions=q_positions,
             segment_ids=segment_ids,

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import UnsupportedImplementationError
 from pallas_kernels.fp8_latent import Fp8Latent
-from pallas_kernels.sparse_mla import dsa_mla, gpu, gpu_dsa, paged_sparse_mla, sparse_mla, specs, xla
+from pallas_kernels.sparse_mla import dsa_mla, gpu, kernel_dsa, paged_sparse_mla, sparse_mla, specs, xla
 from pallas_kernels.sparse_mla.gpu import Tuning
 
 BF16 = jnp.dtype("bfloat16")
@@ -237,7 +237,7 @@ def test_selected_keys_are_handed_to_the_kernel(monkeypatch: pytest.MonkeyPatch)
     def out(attend: Any, latent: jax.Array, **more: Any) -> Any:
         return attend(**{**inputs, "latent": latent}, **options, **more, budget_bytes=30_000, return_indices=True)
 
-    got, indices = out(gpu_dsa.dsa_mla, inputs["latent"])
+    got, indices = out(kernel_dsa.dsa_mla, inputs["latent"], kernel="gpu")
     want, chosen = out(dsa_mla, inputs["latent"], form="gather", implementation="xla")
     np.testing.assert_array_equal(np.asarray(indices), np.asarray(chosen))
     got, want = (np.asarray(x).astype(np.float64) for x in (got, want))
@@ -248,15 +248,13 @@ def test_selected_keys_are_handed_to_the_kernel(monkeypatch: pytest.MonkeyPatch)
         jax.grad(lambda latent, f=f, more=more: jnp.sum(out(f, latent, **more)[0].astype(jnp.float32) ** 2))(
             inputs["latent"]
         )
-        for f, more in ((gpu_dsa.dsa_mla, {}), (dsa_mla, {"form": "gather", "implementation": "xla"}))
+        for f, more in ((kernel_dsa.dsa_mla, {"kernel": "gpu"}), (dsa_mla, {"form": "gather", "implementation": "xla"}))
     ]
     one, other = (np.asarray(slope).astype(np.float64) for slope in slopes)
     assert np.linalg.norm(one - other) < 0.02 * np.linalg.norm(other)
-    arguments = [inputs[name] for name in ("index_q", "index_k", "index_w", "q", "latent", "w_uk")]
-    assert "form='mask'" in str(gpu_dsa.obstacle(*arguments, top_k=8, segmented=False, form="mask"))
-    assert "40 keys are no more than top_k=40" in str(
-        gpu_dsa.obstacle(*arguments, top_k=40, segmented=False, form=None)
-    )
+    arguments = [inputs[name] for name in ("index_k", "q", "latent", "w_uk")]
+    assert "form='mask'" in str(kernel_dsa.gpu_obstacle(*arguments, top_k=8, form="mask"))
+    assert "40 keys are no more than top_k=40" in str(kernel_dsa.gpu_obstacle(*arguments, top_k=40, form=None))
 
 
 def test_what_it_cannot_do_is_said() -> None:

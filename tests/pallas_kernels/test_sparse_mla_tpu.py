@@ -17,7 +17,8 @@ from jax.experimental.pallas import tpu as pltpu
 from kimi_jax.planning import topology_devices
 from pallas_kernels.dispatch import UnsupportedImplementationError, noted_choices
 from pallas_kernels.fp8_latent import Fp8Latent
-from pallas_kernels.sparse_mla import paged_sparse_mla, sparse_mla, specs, tpu, xla
+from pallas_kernels.lightning_indexer import TwoStage
+from pallas_kernels.sparse_mla import dsa_mla, kernel_dsa, paged_sparse_mla, sparse_mla, specs, tpu, xla
 from pallas_kernels.target import traced_for
 
 BF16 = jnp.dtype("bfloat16")
@@ -285,3 +286,77 @@ def test_compiles_without_copies(topology: str, name: str, packed: bool) -> None
     # they are.
     selections = 4 * spec.batch * spec.queries * 2048
     assert memory.temp_size_in_bytes < 2**20 + selections + 8 * spec.batch * spec.queries * 128
+
+
+# --- with the selection ----------------------------------------------------------------------------------------------
+
+
+def test_selected_keys_are_handed_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = tpu.attend
+
+    def interpreted(q: Any, latent: Any, indices: Any, width: int, scale: float, interpret: Any) -> Any:
+        assert not interpret
+        return attend(q, latent, indices, width, scale, WATCHED, 128)
+
+    monkeypatch.setattr(tpu, "attend", interpreted)
+    rng = np.random.default_rng(3)
+    shapes = {"index_q": (B, T, 2, 8), "index_k": (B, S, 8), "index_w": (B, T, 2), "q": (B, T, H, 16 + R)}
+    shapes |= {"latent": (B, S, L + R), "w_uk": (H, 16, L), "w_uv": (H, 16, L)}
+    inputs = {name: jnp.asarray(rng.standard_normal(shape) / 4, jnp.float32) for name, shape in shapes.items()}
+    positions = jnp.tile(jnp.arange(S - T, S), (B, 1)).at[1, -2:].set(-1)
+    options: dict[str, Any] = {"top_k": 6, "q_positions": positions, "scale": SCALE, "return_indices": True}
+    out, indices = kernel_dsa.dsa_mla(**inputs, **options, kernel="tpu", budget_bytes=2**20)
+    want, chosen = dsa_mla(**inputs, **options, form="gather", implementation="xla")
+    np.testing.assert_array_equal(np.asarray(indices), np.asarray(chosen))
+    np.testing.assert_allclose(np.asarray(out), np.asarray(want), atol=2e-5)
+    assert np.abs(np.asarray(want)).max() > 0.5
+
+
+def long_rows(keys: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    sharding = jax.sharding.SingleDeviceSharding(topology_devices("v5p:2x2x2")[0])
+
+    def array(*sizes: int, dtype: Any = jnp.bfloat16) -> Any:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
+
+    inputs = {"index_q": array(1, 64, 32, 128), "index_k": array(1, keys, 128), "q": array(1, 64, 24, 192)}
+    inputs |= {"index_w": array(1, 64, 32, dtype=jnp.float32), "latent": array(1, keys, 576)}
+    inputs |= {"w_uk": array(24, 128, 512), "w_uv": array(24, 128, 512)}
+    return inputs, {"top_k": 2048, "scale": SCALE}
+
+
+@pytest.mark.parametrize("keys", [2**17, 2**18])
+def test_long_rows_take_kernels_by_themselves(keys: int) -> None:
+    inputs, options = long_rows(keys)
+
+    def run(inputs: dict[str, Any]) -> Any:
+        positions = keys - 64 + jnp.arange(64, dtype=jnp.int32)[None]
+        return dsa_mla(**inputs, **options, q_positions=positions)
+
+    with traced_for("tpu"), noted_choices() as choices:
+        lowered = jax.jit(run).lower(inputs)
+    assert choices["dsa_mla"].name == ("tpu" if keys == 2**18 else "xla")
+    if keys == 2**18:
+        memory = lowered.compile().memory_analysis()
+        # The cache once, with whole lanes in a row; scores of all keys would be 64 MiB more.
+        assert memory.temp_size_in_bytes < keys * 640 * 2 + 2**24
+
+
+def test_what_has_no_kernel_is_said() -> None:
+    inputs, options = long_rows(2**18)
+
+    def said(**change: Any) -> str:
+        given: dict[str, Any] = {"top_k": options["top_k"], "form": None, "two_stage": None, "named": True} | change
+        found = []
+
+        def ask(inputs: dict[str, Any]) -> None:
+            arguments = [inputs[name] for name in ("index_q", "index_k", "index_w", "q", "latent", "w_uk")]
+            found.append(str(kernel_dsa.tpu_obstacle(*arguments, **given)))
+
+        jax.eval_shape(ask, inputs)
+        return found[0]
+
+    assert said() == "None"
+    assert "form='mask'" in said(form="mask")
+    assert "no more than top_k" in said(top_k=2**18)
+    assert "at most 2048" in said(top_k=4096)
+    assert "two stages" in said(two_stage=TwoStage())
