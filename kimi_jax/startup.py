@@ -78,10 +78,9 @@ def _selection_in_words(two_stage: TwoStage | None) -> str:
     if two_stage is None:
         return ""
     misses = "exact" if two_stage.coarse == "bound" else "missing some keys"
-    return (
-        f"an indexer in two stages, {two_stage.kept_fraction:.1%} of blocks of {two_stage.block_size} keys by their "
-        f"{two_stage.coarse}, {misses}; "
-    )
+    of = "keys" if two_stage.block_size == 1 else f"blocks of {two_stage.block_size} keys"
+    by = "one vector a query" if two_stage.coarse == "linear" else f"their {two_stage.coarse}"
+    return f"an indexer in two stages, {two_stage.kept_fraction:.1%} of {of} by {by}, {misses}; "
 
 
 def cache_in_words(config: KimiConfig, dtype: DTypeLike, format: CacheFormat = DEFAULT_FORMAT) -> str:

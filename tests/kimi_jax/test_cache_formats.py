@@ -309,11 +309,13 @@ def test_generation_with_other_caches_for_one_call() -> None:
 
 
 def test_loading_says_what_caches_take(capsys: pytest.CaptureFixture[str]) -> None:
-    options: dict[str, Any] = {**SMALL, "indexer": TwoStage(16, 0.25)}
+    options: dict[str, Any] = {**SMALL, "indexer": TwoStage(16, 0.25, "mean")}
     Kimi.from_pretrained("kimi-tiny", dtype="float32", compilation_cache=False, **options)
     said = capsys.readouterr().err
     assert "0.4 KiB a token of latents in fp8, 0.1 KiB of index keys in mxfp8, 0.5 MiB a row" in said
     assert "an indexer in two stages, 25.0% of blocks of 16 keys by their mean, missing some keys" in said
+    Kimi.from_pretrained("kimi-tiny", dtype="float32", compilation_cache=False, **SMALL | {"indexer": "two_stage"})
+    assert "an indexer in two stages, 1.0% of keys by one vector a query, missing some" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
