@@ -20,7 +20,6 @@ Sending a row once a device instead of once an expert would save little: with k 
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -30,15 +29,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kimi_jax.modules.experts import ExpertStack, Routing, run_experts
 from kimi_jax.modules.mlp import GatedActivation
+from kimi_jax.parallel.expert_forms import Block, Exchange, Form, Stack, Weights, trainable
+from kimi_jax.parallel.local_experts import gathered_backward, gathered_forward, local_backward, local_forward
+from kimi_jax.parallel.ragged_experts import ragged_backward, ragged_forward
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.expert_layer import expert_mlp
 from pallas_kernels.manual_axes import align
-from pallas_kernels.mxfp4 import Mxfp4
-from pallas_kernels.precision import at_least_float32, einsum
-from pallas_kernels.router import sort_by_expert
-
-Exchange = Literal["replicated", "gathered", "ragged"]
-Weights = Float[Array, "_ _ _"] | Mxfp4
+from pallas_kernels.precision import at_least_float32
 
 BUDGET = 2**28
 """Bytes that temporaries of one call's forward pass may take, where `budget` isn't given."""
@@ -133,9 +129,9 @@ def run_experts_sharded(
         return run_experts(x, routing, valid, stack, num_experts, activation, implementation)
     per_token = routing.experts.shape[1]
 
-    def form(kind: Exchange) -> "_Form":
+    def form(kind: Exchange) -> Form:
         block, window = block_and_window(kind, x.shape, x.dtype.itemsize, per_token, stack.down.shape[2], size, budget)
-        return _Form(
+        return Form(
             kind,
             axes,
             size,
@@ -147,7 +143,7 @@ def run_experts_sharded(
             ragged_all_to_all=ragged_all_to_all,
         )
 
-    forms: tuple[tuple[str, _Form], ...]
+    forms: tuple[tuple[str, Form], ...]
     if tokens == "replicated":
         forms = (("default", form("replicated")),)
     elif exchange is not None:
@@ -459,86 +455,9 @@ def block_and_window(
     return block, min(most, max(math.ceil(SLACK * even * block), SMALLEST_WINDOW))
 
 
-@dataclass(frozen=True)
-class _Form:
-    """One way to run, with everything about it that is known before any array is."""
-
-    kind: Exchange
-    axes: tuple[str, ...]
-    size: int
-    num_experts: int
-    activation: GatedActivation
-    block: int
-    window: int
-    implementation: Implementation | None
-    ragged_all_to_all: Callable[..., Array]
-
-    @property
-    def own(self) -> int:
-        """Experts of a device."""
-        return self.num_experts // self.size
-
-    def experts(
-        self,
-        rows: Float[Array, "R D"],
-        gate_up: Weights,
-        down: Weights,
-        sizes: Int[Array, " E"],
-        offset: Int[Array, ""],
-    ) -> Float[Array, "R D"]:
-        """Each row, sorted by expert, through its expert; zeros past Σ sizes."""
-        run = partial(expert_mlp, group_offset=offset, gate=self.activation, implementation=self.implementation)
-        return run(rows, gate_up, down, sizes)
-
-    def gradients(
-        self,
-        rows: Float[Array, "R D"],
-        weights: Float[Array, " R"],
-        d_rows: Float[Array, "R D"],
-        stack: "_Stack",
-        sizes: Int[Array, " E"],
-        total: Any,
-    ) -> tuple[Float[Array, "R D"], Float[Array, " R"], Any]:
-        """Of Σ_r w_r · d_r · E(row_r): by the rows, by the weights, and added to `total`, by the stack's arrays."""
-        arrays, packed = _arrays(stack)
-
-        def run(rows: Array, arrays: dict[str, Array]) -> Array:
-            both = arrays | packed
-            return self.experts(rows, both["gate_up"], both["down"], sizes, stack.offset)
-
-        outputs, pull = jax.vjp(run, rows, arrays)
-        accumulator = weights.dtype
-        d_weights = jnp.sum(outputs.astype(accumulator) * d_rows.astype(accumulator), axis=-1)
-        weighted = weights[:, None] * d_rows.astype(accumulator)
-        d_x, d_arrays = pull(weighted.astype(outputs.dtype))
-        return d_x, d_weights, jax.tree.map(lambda sum, more: sum + more.astype(sum.dtype), total, d_arrays)
-
-
-class _Stack(NamedTuple):
-    gate_up: Weights
-    down: Weights
-    offset: Int[Array, ""]
-
-
-class _Block(NamedTuple):
-    """Tokens that are processed at once."""
-
-    x: Float[Array, "M D"]
-    weights: Float[Array, "M k"]
-    experts: Int[Array, "M k"]
-    valid: Bool[Array, " M"]
-
-
-def _arrays(stack: _Stack) -> tuple[dict[str, Array], dict[str, Mxfp4]]:
-    """What can be differentiated of a stack, and what can't."""
-    both = {"gate_up": stack.gate_up, "down": stack.down}
-    arrays = {name: part for name, part in both.items() if not isinstance(part, Mxfp4)}
-    return arrays, {name: part for name, part in both.items() if isinstance(part, Mxfp4)}
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run(
-    forms: tuple[tuple[str, _Form], ...],
+    forms: tuple[tuple[str, Form], ...],
     x: Float[Array, "M D"],
     weights: Float[Array, "M k"],
     gate_up: Weights,
@@ -552,11 +471,11 @@ def _run(
     return _by_platform(forms, _forward, x, weights, gate_up, down, offset, experts, valid, device)
 
 
-def _run_forward(forms: tuple[tuple[str, _Form], ...], *arrays: Any) -> tuple[Array, tuple[Any, ...]]:
+def _run_forward(forms: tuple[tuple[str, Form], ...], *arrays: Any) -> tuple[Array, tuple[Any, ...]]:
     return _by_platform(forms, _forward, *arrays), arrays
 
 
-def _run_backward(forms: tuple[tuple[str, _Form], ...], arrays: tuple[Any, ...], d_result: Array) -> tuple[Any, ...]:
+def _run_backward(forms: tuple[tuple[str, Form], ...], arrays: tuple[Any, ...], d_result: Array) -> tuple[Any, ...]:
     d_x, d_weights, d_arrays = _by_platform(forms, _backward, *arrays, d_result)
     return (d_x, d_weights, d_arrays.get("gate_up"), d_arrays.get("down"), None, None, None, None)
 
@@ -564,7 +483,7 @@ def _run_backward(forms: tuple[tuple[str, _Form], ...], arrays: tuple[Any, ...],
 _run.defvjp(_run_forward, _run_backward)
 
 
-def _by_platform(forms: tuple[tuple[str, _Form], ...], run: Callable[..., Any], *arrays: Any) -> Any:
+def _by_platform(forms: tuple[tuple[str, Form], ...], run: Callable[..., Any], *arrays: Any) -> Any:
     options = {platform: partial(run, form) for platform, form in forms}
     if len(options) == 1:
         return options["default"](*arrays)
@@ -572,7 +491,7 @@ def _by_platform(forms: tuple[tuple[str, _Form], ...], run: Callable[..., Any], 
 
 
 def _forward(
-    form: _Form,
+    form: Form,
     x: Float[Array, "M D"],
     weights: Float[Array, "M k"],
     gate_up: Weights,
@@ -582,17 +501,17 @@ def _forward(
     valid: Bool[Array, " M"],
     device: Int[Array, ""],
 ) -> Float[Array, "M D"]:
-    stack, run = _Stack(gate_up, down, offset), _FORMS[form.kind]
+    stack, run = Stack(gate_up, down, offset), _FORMS[form.kind]
     blocks = _blocks(form, (x, weights, experts, valid))
 
     def step(carry: None, block: tuple[Array, ...]) -> tuple[None, Array]:
-        return carry, run.forward(form, _Block(*block), stack, device)
+        return carry, run.forward(form, Block(*block), stack, device)
 
     return _joined(_scan(step, None, blocks)[1], x.shape[0])
 
 
 def _backward(
-    form: _Form,
+    form: Form,
     x: Float[Array, "M D"],
     weights: Float[Array, "M k"],
     gate_up: Weights,
@@ -603,15 +522,15 @@ def _backward(
     device: Int[Array, ""],
     d_result: Float[Array, "M D"],
 ) -> tuple[Float[Array, "M D"], Float[Array, "M k"], dict[str, Array]]:
-    stack, run = _Stack(gate_up, down, offset), _FORMS[form.kind]
-    arrays = _arrays(stack)[0]
+    stack, run = Stack(gate_up, down, offset), _FORMS[form.kind]
+    arrays = trainable(stack)[0]
     zeros = {name: jnp.zeros(part.shape, at_least_float32(part)) for name, part in arrays.items()}
     zeros, _ = align(zeros, x)
     blocks = _blocks(form, (x, weights, experts, valid, d_result))
 
     def step(total: dict[str, Array], block: tuple[Array, ...]) -> tuple[dict[str, Array], tuple[Array, Array]]:
         *tokens, d_result = block
-        d_x, d_weights, total = run.backward(form, _Block(*tokens), d_result, stack, device, total)
+        d_x, d_weights, total = run.backward(form, Block(*tokens), d_result, stack, device, total)
         return total, (d_x.astype(x.dtype), d_weights.astype(weights.dtype))
 
     total, (d_x, d_weights) = _scan(step, zeros, blocks)
@@ -619,7 +538,7 @@ def _backward(
     return _joined(d_x, x.shape[0]), _joined(d_weights, x.shape[0]), d_arrays
 
 
-def _blocks(form: _Form, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+def _blocks(form: Form, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
     """[M, ...] -> [blocks, block, ...]; what is added isn't valid."""
     count = -(-arrays[0].shape[0] // form.block)
 
@@ -641,335 +560,13 @@ def _scan(step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, blocks: tuple
     return carry, jax.tree.map(lambda array: array[None], result)
 
 
-def _while(
-    count: Int[Array, ""], step: Callable[[Array, Any], Any], carry: Any, like: Any, name: str = "expert_windows"
-) -> Any:
-    """A loop of a length that only devices know, with a name by which plans know it."""
-    carry, _ = align(carry, like)
-    with jax.named_scope(name):
-        return jax.lax.fori_loop(0, count, step, carry)
-
-
-# Rows of one device's experts out of tokens that it holds itself.
-
-
-class _Mine(NamedTuple):
-    """A device's own assignments of tokens to experts, numbered by expert.
-
-    Attributes:
-        token: [M·k] of each assignment, by number.
-        ends: [E] the number after each expert's last.
-        sizes: [E] assignments of each expert.
-        place: [M, k] number of each of a token's assignments; after all numbers where the expert isn't this device's.
-        sorted_place: [M, k] the same, ascending.
-        sorted_weights: [M, k] beside it.
-        weight: [M·k] of each assignment, by number.
-    """
-
-    token: Int[Array, " A"]
-    ends: Int[Array, " E"]
-    sizes: Int[Array, " E"]
-    place: Int[Array, "M k"]
-    sorted_place: Int[Array, "M k"]
-    sorted_weights: Float[Array, "M k"]
-    weight: Float[Array, " A"]
-
-
-def _mine(form: _Form, block: _Block, device: Int[Array, ""]) -> _Mine:
-    tokens, per_token = block.experts.shape
-    first = device.astype(jnp.int32) * form.own
-    mine = block.valid[:, None] & (block.experts >= first) & (block.experts < first + form.own)
-    order, sizes, place = sort_by_expert(block.experts, form.own, block.valid, first=first)
-    place = jnp.where(mine, place, tokens * per_token)
-    ascending, beside = jax.lax.sort((place, block.weights), dimension=1, num_keys=1)
-    return _Mine(
-        order // per_token, jnp.cumsum(sizes), sizes, place, ascending, beside, block.weights.reshape(-1)[order]
-    )
-
-
-def _within(ends: Int[Array, "*n"], sizes: Int[Array, "*n"], low: Int[Array, ""], window: int) -> Int[Array, "*n"]:
-    """How much of each run of numbers is in a window."""
-    return jnp.clip(ends - low, 0, window) - jnp.clip(ends - sizes - low, 0, window)
-
-
-def _add_up(
-    total: Float[Array, "M D"],
-    outputs: Float[Array, "R D"],
-    mine: _Mine,
-    low: Int[Array, ""],
-    weights: Float[Array, "M k"] | None,
-) -> Float[Array, "M D"]:
-    """Adds each token's rows of a window to its sum, by ascending expert, whatever the windows are."""
-    place, window = mine.sorted_place, outputs.shape[0]
-    before = jnp.sum(place < low, axis=1, dtype=jnp.int32)
-    count = jnp.sum((place >= low) & (place < jnp.minimum(low + window, mine.ends[-1])), axis=1, dtype=jnp.int32)
-
-    def add(index: Array, total: Array) -> Array:
-        at = jnp.minimum(before + index, place.shape[1] - 1)[:, None]
-        row = jnp.clip(jnp.take_along_axis(place, at, axis=1)[:, 0] - low, 0, window - 1)
-        part = outputs[row].astype(total.dtype)
-        if weights is not None:
-            part = jnp.take_along_axis(weights, at, axis=1).astype(total.dtype) * part
-        return total + jnp.where((index < count)[:, None], part, 0)
-
-    return _while(jnp.max(count), add, total, (outputs, place, total), "expert_sums")
-
-
-def _local_forward(form: _Form, block: _Block, stack: _Stack, device: Int[Array, ""]) -> Float[Array, "M D"]:
-    """Σ_e w_e · E_e(x) over this device's experts, float32 or better."""
-    window = min(form.window, block.experts.size)
-    if window == block.experts.size:
-        return _all_at_once(form, block, stack, device)
-    mine = _mine(form, block, device)
-
-    def step(index: Array, total: Array) -> Array:
-        low = index * window
-        number = jnp.minimum(low + jnp.arange(window, dtype=jnp.int32), mine.token.size - 1)
-        rows = block.x[mine.token[number]]
-        sizes = _within(mine.ends, mine.sizes, low, window)
-        outputs = form.experts(rows, stack.gate_up, stack.down, sizes, stack.offset)
-        return _add_up(total, outputs, mine, low, mine.sorted_weights)
-
-    zeros = jnp.zeros(block.x.shape, at_least_float32(block.x, block.weights))
-    return _while(-(-mine.ends[-1] // window), step, zeros, (block, stack))
-
-
-def _all_at_once(form: _Form, block: _Block, stack: _Stack, device: Int[Array, ""]) -> Float[Array, "M D"]:
-    """The same of one window that holds every assignment, each token's sum in the order in which it names its experts."""
-    tokens, per_token = block.experts.shape
-    first = device.astype(jnp.int32) * form.own
-    mine = block.valid[:, None] & (block.experts >= first) & (block.experts < first + form.own)
-    order, sizes, place = sort_by_expert(block.experts, form.own, block.valid, first=first)
-    rows = block.x.at[order // per_token].get(mode="promise_in_bounds")
-    outputs = form.experts(rows, stack.gate_up, stack.down, sizes, stack.offset)
-    # Rows of other devices' experts come last and are 0.
-    found = outputs.at[place.reshape(-1)].get(mode="promise_in_bounds", unique_indices=True)
-    dtype = at_least_float32(block.x, block.weights)
-    weights = jnp.where(mine, block.weights, 0).astype(dtype)
-    return einsum("mkd,mk->md", found.reshape(tokens, per_token, -1).astype(dtype), weights)
-
-
-def _local_backward(
-    form: _Form, block: _Block, d_result: Float[Array, "M D"], stack: _Stack, device: Int[Array, ""], total: Any
-) -> tuple[Float[Array, "M D"], Float[Array, "M k"], Any]:
-    mine = _mine(form, block, device)
-    numbers = mine.token.size
-    window = min(form.window, numbers)
-
-    def step(index: Array, carry: tuple[Array, Array, Any]) -> tuple[Array, Array, Any]:
-        d_x, d_weight, total = carry
-        low = index * window
-        number = low + jnp.arange(window, dtype=jnp.int32)
-        used = number < mine.ends[-1]
-        number = jnp.minimum(number, numbers - 1)
-        token = mine.token[number]
-        sizes = _within(mine.ends, mine.sizes, low, window)
-        weights = jnp.where(used, mine.weight[number], 0).astype(d_x.dtype)
-        d_rows = jnp.where(used[:, None], d_result[token], 0)
-        d_window, d_part, total = form.gradients(block.x[token], weights, d_rows, stack, sizes, total)
-        d_weight = jax.lax.dynamic_update_slice_in_dim(d_weight, d_part, low, axis=0)
-        return _add_up(d_x, d_window, mine, low, None), d_weight, total
-
-    accumulator = at_least_float32(block.x, block.weights)
-    # The last window may reach past the last number.
-    carry = (jnp.zeros(block.x.shape, accumulator), jnp.zeros(numbers + window, accumulator), total)
-    d_x, d_weight, total = _while(-(-mine.ends[-1] // window), step, carry, (block, stack, d_result))
-    is_mine = mine.place < mine.ends[-1]
-    return d_x, jnp.where(is_mine, d_weight[jnp.where(is_mine, mine.place, 0)], 0), total
-
-
-def _gather(form: _Form, *arrays: Array) -> list[Array]:
-    return [jax.lax.all_gather(array, form.axes, tiled=True) for array in arrays]
-
-
-def _gather_block(form: _Form, block: _Block) -> _Block:
-    experts = jnp.where(block.valid[:, None], block.experts, -1)
-    x, weights, experts = _gather(form, block.x, block.weights, experts)
-    return _Block(x, weights, experts, experts[:, 0] >= 0)
-
-
-def _scatter(form: _Form, sums: Array) -> Array:
-    return jax.lax.psum_scatter(sums, form.axes, tiled=True)
-
-
-def _gathered_forward(form: _Form, block: _Block, stack: _Stack, device: Int[Array, ""]) -> Float[Array, "M D"]:
-    return _scatter(form, _local_forward(form, _gather_block(form, block), stack, device)).astype(block.x.dtype)
-
-
-def _gathered_backward(
-    form: _Form, block: _Block, d_result: Float[Array, "M D"], stack: _Stack, device: Int[Array, ""], total: Any
-) -> tuple[Float[Array, "M D"], Float[Array, "M k"], Any]:
-    (everyones,) = _gather(form, d_result)
-    d_x, d_weights, total = _local_backward(form, _gather_block(form, block), everyones, stack, device, total)
-    return _scatter(form, d_x), _scatter(form, d_weights), total
-
-
-# Rows that move to the owners of their experts.
-
-
-class _Routes(NamedTuple):
-    """Which rows go where. s, d, i: devices that send, that receive, this one; e: experts of this one.
-
-    A device's rows are numbered in the order of their experts, which is that of the experts' owners. Rows that a device
-    receives arrive in the order of the senders, then of their experts.
-
-    Attributes:
-        order: [M·k] assignment of each of this device's rows.
-        place: [M, k] row of each assignment.
-        sends: [d] rows from i to d.
-        sent_from: [d] the first of them on i.
-        sent_to: [d] its arrival number on d.
-        receives: [s] rows from s to i.
-        received_from: [s] the first of them on s.
-        received_at: [s] its arrival number on i.
-        runs: [s, e] rows from s to expert e of i.
-        fullest: rows that the device receives that receives most.
-    """
-
-    order: Int[Array, " A"]
-    place: Int[Array, "M k"]
-    sends: Int[Array, " n"]
-    sent_from: Int[Array, " n"]
-    sent_to: Int[Array, " n"]
-    receives: Int[Array, " n"]
-    received_from: Int[Array, " n"]
-    received_at: Int[Array, " n"]
-    runs: Int[Array, "n E"]
-    fullest: Int[Array, ""]
-
-
-def _routes(form: _Form, block: _Block, device: Int[Array, ""]) -> _Routes:
-    order, sizes, place = sort_by_expert(block.experts, form.num_experts, block.valid)
-    counts = jax.lax.all_gather(sizes, form.axes).reshape(form.size, form.size, form.own)
-    between = counts.sum(2)
-    starts = jnp.cumsum(between, axis=1) - between
-    arrivals = jnp.cumsum(between, axis=0) - between
-    return _Routes(
-        order,
-        place,
-        between[device],
-        starts[device],
-        arrivals[device],
-        between[:, device],
-        starts[:, device],
-        arrivals[:, device],
-        counts[:, device],
-        jnp.max(between.sum(0)),
-    )
-
-
-class _Window(NamedTuple):
-    """The rows that every device receives at once.
-
-    Attributes:
-        out: offsets and sizes for sending rows.
-        back: the same for returning them.
-        by_expert: [R] arrival place of each row in the order of experts.
-        by_arrival: [R] place in the order of experts of each row as it arrived.
-        sizes: [E] rows of each expert.
-    """
-
-    out: tuple[Int[Array, " n"], ...]
-    back: tuple[Int[Array, " n"], ...]
-    by_expert: Int[Array, " R"]
-    by_arrival: Int[Array, " R"]
-    sizes: Int[Array, " E"]
-
-
-def _open(form: _Form, routes: _Routes, low: Int[Array, ""]) -> _Window:
-    window = form.window
-
-    def part(arrival: Array, count: Array) -> tuple[Array, Array, Array]:
-        """What of each run is in the window: how much comes before, how much is in it, where it begins there."""
-        skipped = jnp.clip(low - arrival, 0, count)
-        return skipped, jnp.clip(low + window - arrival, 0, count) - skipped, jnp.clip(arrival - low, 0, window)
-
-    skipped, sent, target = part(routes.sent_to, routes.sends)
-    missed, received, begin = part(routes.received_at, routes.receives)
-    out = (routes.sent_from + skipped, sent, target, received)
-    back = (begin, received, routes.received_from + missed, sent)
-
-    flat = routes.runs.reshape(-1)
-    ends = jnp.cumsum(flat).reshape(routes.runs.shape)
-    runs = _within(ends, routes.runs, low, window)
-    arrival = jnp.clip(ends - routes.runs - low, 0, window)
-    columns = runs.T.reshape(-1)
-    sorted_ends = jnp.cumsum(columns)
-    sorted_at = (sorted_ends - columns).reshape(runs.T.shape)
-    by_expert = _follow(sorted_ends, columns, arrival.T.reshape(-1), window)
-    rows = runs.reshape(-1)
-    by_arrival = _follow(jnp.cumsum(rows), rows, sorted_at.T.reshape(-1), window)
-    return _Window(out, back, by_expert, by_arrival, runs.sum(0))
-
-
-def _follow(ends: Int[Array, " n"], sizes: Int[Array, " n"], to: Int[Array, " n"], count: int) -> Int[Array, " R"]:
-    """Where 0..count−1, in runs one after the other, go when each run begins at `to`; anywhere legal past the last."""
-    number = jnp.arange(count, dtype=jnp.int32)
-    run = jnp.minimum(jnp.searchsorted(ends, number, side="right"), ends.size - 1)
-    return jnp.clip(to[run] + number - (ends - sizes)[run], 0, count - 1)
-
-
-def _exchange(form: _Form, rows: Array, target: Array, places: tuple[Array, ...]) -> Array:
-    rows, target = align(rows, target)
-    return form.ragged_all_to_all(rows, target, *places, axis_name=form.axes)
-
-
-def _receive(form: _Form, rows: Array, at: _Window) -> Array:
-    """This device's rows of a window, in the order of experts; anything past the last."""
-    empty = jnp.zeros((form.window, *rows.shape[1:]), rows.dtype)
-    return _exchange(form, rows, empty, at.out)[at.by_expert]
-
-
-def _return(form: _Form, rows: Array, at: _Window, target: Array) -> Array:
-    return _exchange(form, rows[at.by_arrival], target, at.back)
-
-
-def _ragged_forward(form: _Form, block: _Block, stack: _Stack, device: Int[Array, ""]) -> Float[Array, "M D"]:
-    routes = _routes(form, block, device)
-    rows = block.x[routes.order // block.experts.shape[1]]
-
-    def step(index: Array, results: Array) -> Array:
-        at = _open(form, routes, index * form.window)
-        outputs = form.experts(_receive(form, rows, at), stack.gate_up, stack.down, at.sizes, stack.offset)
-        return _return(form, outputs, at, results)
-
-    results = _while(-(-routes.fullest // form.window), step, jnp.zeros_like(rows), (block, stack))
-    weights = jnp.where(block.valid[:, None], block.weights, 0)
-    return einsum("mkd,mk->md", results[routes.place].astype(weights.dtype), weights, out=block.x.dtype)
-
-
-def _ragged_backward(
-    form: _Form, block: _Block, d_result: Float[Array, "M D"], stack: _Stack, device: Int[Array, ""], total: Any
-) -> tuple[Float[Array, "M D"], Float[Array, "M k"], Any]:
-    routes = _routes(form, block, device)
-    token = routes.order // block.experts.shape[1]
-    rows, d_rows = block.x[token], d_result[token]
-    accumulator = at_least_float32(block.x, block.weights)
-    weights = block.weights.reshape(-1, 1)[routes.order].astype(accumulator)
-
-    def step(index: Array, carry: tuple[Array, Array, Any]) -> tuple[Array, Array, Any]:
-        d_sent, d_weight, total = carry
-        at = _open(form, routes, index * form.window)
-        used = jnp.arange(form.window, dtype=jnp.int32) < at.sizes.sum()
-        d_received = jnp.where(used[:, None], _receive(form, d_rows, at), 0)
-        factor = jnp.where(used, _receive(form, weights, at)[:, 0], 0)
-        received = _receive(form, rows, at)
-        d_window, d_part, total = form.gradients(received, factor, d_received, stack, at.sizes, total)
-        return _return(form, d_window, at, d_sent), _return(form, d_part[:, None], at, d_weight), total
-
-    carry = (jnp.zeros_like(rows), jnp.zeros_like(weights), total)
-    d_sent, d_weight, total = _while(-(-routes.fullest // form.window), step, carry, (block, stack, d_result))
-    d_x = jnp.sum(d_sent[routes.place].astype(accumulator), axis=1)
-    return d_x, d_weight[:, 0][routes.place], total
-
-
 class _Passes(NamedTuple):
-    forward: Callable[[_Form, _Block, _Stack, Int[Array, ""]], Array]
-    backward: Callable[[_Form, _Block, Array, _Stack, Int[Array, ""], Any], tuple[Array, Array, Any]]
+    forward: Callable[[Form, Block, Stack, Int[Array, ""]], Array]
+    backward: Callable[[Form, Block, Array, Stack, Int[Array, ""], Any], tuple[Array, Array, Any]]
 
 
 _FORMS: dict[Exchange, _Passes] = {
-    "replicated": _Passes(_local_forward, _local_backward),
-    "gathered": _Passes(_gathered_forward, _gathered_backward),
-    "ragged": _Passes(_ragged_forward, _ragged_backward),
+    "replicated": _Passes(local_forward, local_backward),
+    "gathered": _Passes(gathered_forward, gathered_backward),
+    "ragged": _Passes(ragged_forward, ragged_backward),
 }
