@@ -81,6 +81,7 @@ class MeshDecoder(Decoder):
         self.exchange: Exchange | None = exchange
         self.split_from = split_from
         self._sizes = dict(self.mesh.shape)
+        self._allocations: dict[tuple[Any, ...], Callable[[], Cache]] = {}
         for path, spec in named_specs(self.specs).items():
             shard_shape(path, spec, self._sizes)
         self.param_specs = jax.tree.map(lambda spec: partition(spec, self._sizes), self.specs, is_leaf=is_spec)
@@ -97,6 +98,15 @@ class MeshDecoder(Decoder):
         index_cache: IndexCache | None = None,
     ) -> Cache:
         """An empty cache, spread over the mesh; `capacity` is rounded up to a multiple of the devices that split it."""
+        return self._allocation(batch, capacity, jnp.dtype(dtype), kv_cache, index_cache)()
+
+    def _allocation(
+        self, batch: int, capacity: int, dtype: Any, kv_cache: KvCache | None, index_cache: IndexCache | None
+    ) -> Callable[[], Cache]:
+        """The program that makes such caches, one for all calls of the same sizes: compiling it takes longer than running."""
+        key = (batch, capacity, dtype, kv_cache, index_cache)
+        if key in self._allocations:
+            return self._allocations[key]
         shards = self._shards(batch, split=False)
         parts = self._size(shards.sequence)
 
@@ -107,7 +117,8 @@ class MeshDecoder(Decoder):
 
         specs = self.cache_specs(batch, kv_cache, index_cache)
         shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
-        return jax.jit(make, out_shardings=shardings)()
+        self._allocations[key] = jax.jit(make, out_shardings=shardings)
+        return self._allocations[key]
 
     def everywhere(self, tree: Any) -> Any:
         """Inside `jax.jit`: the arrays whole on every device, and so in every process."""

@@ -50,3 +50,20 @@ def test_a_prefill_without_lengths_fills_whole_rows(mesh: Mapping[str, int]) -> 
         found.append((np.asarray(logits), np.asarray(after)))
     for one, two in zip(*found, strict=True):
         np.testing.assert_allclose(two, one, atol=2e-4)
+
+
+def test_a_second_cache_of_the_same_sizes_compiles_nothing() -> None:
+    """A server allocates one for every long prompt; compiling took longer than a tenth of its prefill."""
+    decoder = MeshDecoder(alone("kimi-linear-tiny").decoder.config, make_mesh({"context": 2}))
+    compiled: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
+    try:
+        decoder.allocate(1, 384, jnp.float32)
+        assert any("backend_compile" in event for event in compiled)
+        compiled.clear()
+        cache = decoder.allocate(1, 384, jnp.float32)
+        assert not any("compile" in event for event in compiled)
+        assert decoder.allocate(2, 384, jnp.float32).lengths.shape == (2,)
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert cache.lengths.shape == (1,)
