@@ -1,26 +1,30 @@
 """A model of Kimi K3.1's shape on one GPU and on two: a long prefill over `context`, decoding over `tensor`.
 
-    python -m benchmarks.two_gpus [--tokens 131072] [--slots 64] [--json FILE]
+    python -m benchmarks.two_gpus [--shape wide deep] [--tokens 131072] [--slots 64 256 512] [--json FILE]
 
-5 B random parameters in bfloat16: 12 layers (9 KDA, 3 sparse attention with top-k 2048), width 2048, 32 heads, 128 experts at
-a latent width of 1024. Times are medians of whole steps on the host's clock: a prefill takes seconds, and decoding steps are
-issued ahead, 32 at a time. Needs two GPUs; results on one and on two are compared too. What a sublayer adds is a twentieth
-of what `init_params` would draw: at random, a choice of experts that rounding tips over is amplified from layer to layer,
-until two exact ways to run the same model have nothing in common.
+About 5 B random parameters in bfloat16, three KDA layers to one of sparse attention with top-k 2048: `wide` has 8 layers of
+width 4096, 64 heads and 64 experts, `deep` 12 layers of width 2048, 32 heads and 128 experts. Times are medians of whole steps
+on the host's clock: a prefill takes seconds, and decoding steps are issued ahead, 32 at a time, over caches filled with
+numbers. Needs two GPUs; logits on one and on two are compared too, beside those of one GPU without kernels, which differ by
+rounding alone. What a sublayer adds is a five-hundredth of what `init_params` would draw, some 5 to 10 % of the embedding: at
+random, a choice of experts that rounding tips over is amplified from layer to layer, until two exact ways to run the same
+model have nothing in common.
 """
 
 import argparse
+import functools
 import json
 import statistics
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
 from kimi_jax.config import KimiConfig
@@ -29,33 +33,35 @@ from kimi_jax.parallel import MeshDecoder
 from kimi_jax.params import Params, is_spec
 from kimi_jax.planning.configs import find_config
 from kimi_jax.train.init import init_params
+from pallas_kernels.dispatch import Implementation
 
-LAYERS, FULL = 12, (3, 7, 11)
-ADDED = 0.05
+SHAPES = {"wide": (8, 4096, 64, 64, 2048), "deep": (12, 2048, 32, 128, 1024)}
+"""Layers, width, heads, experts and their latent width."""
+ADDED = 0.002
 """Of the output projections that `init_params` draws."""
 STEPS = 32
 
 
-def small_k31() -> KimiConfig:
+def small_k31(shape: str) -> KimiConfig:
     """Kimi K3.1 Pro with fewer and narrower layers, experts in bfloat16."""
     _, config = find_config("kimi-k31-pro")
-    linear = tuple(layer for layer in range(LAYERS) if layer not in FULL)
+    layers, width, heads, experts, latent = SHAPES[shape]
     assert config.dsa is not None
     return replace(
         config,
-        hidden_size=2048,
-        num_hidden_layers=LAYERS,
-        intermediate_size=8192,
-        num_attention_heads=32,
-        kda=replace(config.kda, layers=linear, num_heads=32),
-        mla=replace(config.mla, layers=FULL, q_lora_rank=768),
+        hidden_size=width,
+        num_hidden_layers=layers,
+        intermediate_size=4 * width,
+        num_attention_heads=heads,
+        kda=replace(config.kda, layers=tuple(layer for layer in range(layers) if layer % 4 != 3), num_heads=heads),
+        mla=replace(config.mla, layers=tuple(range(3, layers, 4)), q_lora_rank=768),
         moe=replace(
             config.moe,
-            layers=tuple(range(1, LAYERS)),
-            num_experts=128,
+            layers=tuple(range(1, layers)),
+            num_experts=experts,
             num_experts_per_token=8,
             intermediate_size=1024,
-            latent_size=1024,
+            latent_size=latent,
         ),
         attn_res_block_size=4,
         quantization=None,
@@ -91,79 +97,130 @@ def timed(run: Callable[[], Any], repeats: int) -> float:
     return statistics.median(found)
 
 
-def prefill(decoder: Decoder, params: Params, tokens: jax.Array) -> tuple[float, jax.Array]:
-    """Seconds of a prefill of one row, and its last logits."""
-    step = jax.jit(decoder.prefill, donate_argnums=2)
-
-    def run() -> jax.Array:
-        return step(params, tokens, decoder.allocate(1, tokens.shape[1]))[0]
-
-    logits = jax.block_until_ready(run())
-    return timed(run, 3), logits
-
-
-def decode(decoder: Decoder, params: Params, slots: int, context: int) -> tuple[float, jax.Array]:
-    """Seconds of a decoding step, and the tokens that were decoded."""
-    step = jax.jit(lambda params, tokens, cache: _greedy(decoder.decode(params, tokens, cache)), donate_argnums=2)
-    prompt = jax.random.randint(jax.random.key(1), (slots, context), 0, decoder.config.vocab_size)
-    _, cache = jax.jit(decoder.prefill, donate_argnums=2)(
-        params, prompt, decoder.allocate(slots, context + 4 * STEPS + 1)
-    )
-    tokens = prompt[:, -1]
-    said = []
-    for _ in range(STEPS):  # the first ones compile
-        tokens, cache = step(params, tokens, cache)
-        said.append(tokens)
-    jax.block_until_ready(tokens)
-
-    def run() -> jax.Array:
-        nonlocal tokens, cache
-        for _ in range(STEPS):
-            tokens, cache = step(params, tokens, cache)
-        return tokens
-
-    return timed(run, 3) / STEPS, jnp.stack(said, axis=1)
+@functools.cache
+def model(shape: str, count: int, axis: str, implementation: Implementation | None) -> tuple[Decoder, Params]:
+    """A decoder on some devices, and its parameters: each only once."""
+    if count > 1:
+        mesh = jax.make_mesh((count,), (axis,), devices=jax.devices()[:count])
+        decoder: Decoder = MeshDecoder(small_k31(shape), mesh, implementation)
+    else:
+        decoder = Decoder(small_k31(shape), implementation)
+    return decoder, draw(decoder)
 
 
-def _greedy(result: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
-    return jnp.argmax(result[0], axis=-1).astype(jnp.int32), result[1]
+class Part:
+    """One row of the table: a phase on some devices, compiled when it is made and timed later.
+
+    Args:
+        shape: of `SHAPES`.
+        phase: "prefill" or "decode".
+        count: how many devices.
+        size: the prompt's tokens of a prefill, the slots of decoding.
+        context: tokens of each slot before decoding.
+        implementation: of every operation.
+    """
+
+    def __init__(
+        self, shape: str, phase: str, count: int, size: int, context: int, implementation: Implementation | None = None
+    ) -> None:
+        self.shape, self.phase, self.count, self.size, self.context = shape, phase, count, size, context
+        self.implementation = implementation
+        self.axis = "context" if phase == "prefill" else "tensor"
+        self.decoder, self.params = model(shape, count, self.axis if count > 1 else "", implementation)
+        tokens = (1, size) if phase == "prefill" else (size,)
+        self.tokens = jax.random.randint(jax.random.key(0), tokens, 0, self.decoder.config.vocab_size)
+        run = self.decoder.prefill if phase == "prefill" else self._greedy
+        self.lowered = jax.jit(run, donate_argnums=2).lower(self.params, self.tokens, self._cache())
+
+    def compile(self) -> None:
+        """Compile the step; may run in a thread of its own."""
+        self.step = self.lowered.compile()
+
+    def _greedy(self, params: Params, tokens: jax.Array, cache: Any) -> tuple[jax.Array, jax.Array, Any]:
+        logits, cache = self.decoder.decode(params, tokens, cache)
+        return logits, jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
+
+    def _cache(self) -> Any:
+        if self.phase == "prefill":
+            return self.decoder.allocate(1, self.size)
+        cache = self.decoder.allocate(self.size, self.context + 8 * STEPS)
+        context = jnp.full(self.size, self.context, jnp.int32)
+        shardings = jax.tree.map(lambda values: values.sharding, cache)
+        fill = jax.jit(
+            lambda cache: jax.tree.map(_wave, cache).advance(context), out_shardings=shardings, donate_argnums=0
+        )
+        return fill(cache)
+
+    def time(self) -> tuple[float, jax.Array]:
+        """Seconds of one step, and the first step's logits."""
+        if self.phase == "prefill":
+            logits = jax.device_get(self.step(self.params, self.tokens, self._cache())[0])
+            return timed(lambda: self.step(self.params, self.tokens, self._cache())[0], 3), logits
+        logits, tokens, cache = self.step(self.params, self.tokens, self._cache())
+
+        def run() -> jax.Array:
+            nonlocal tokens, cache
+            for _ in range(STEPS):
+                _, tokens, cache = self.step(self.params, tokens, cache)
+            return tokens
+
+        jax.block_until_ready(run())  # warm
+        return timed(run, 5) / STEPS, jax.device_get(logits)
+
+
+def _wave(values: jax.Array) -> jax.Array:
+    """Numbers for a cache without a prefill: no two rows alike, the same however the cache is laid over devices."""
+    if not jnp.issubdtype(values.dtype, jnp.inexact):
+        return values
+    index = jnp.arange(values.size, dtype=jnp.int32).reshape(values.shape)
+    return (0.3 * jnp.sin((index * 40503 % 65521).astype(jnp.float32))).astype(values.dtype)
+
+
+def measure(shape: str, tokens: int, slots: list[int], context: int) -> list[dict[str, Any]]:
+    """The rows of one shape; everything compiles side by side before anything is timed."""
+    cases = [("prefill", tokens)] * bool(tokens) + [("decode", number) for number in slots]
+    parts, threads = [], []
+    for phase, size in cases:
+        plain = "xla" if (phase, size) == ("decode", min(slots)) else None
+        for count, implementation in ((1, None), (2, None), *([(1, plain)] if plain else [])):
+            parts.append(Part(shape, phase, count, size, context, implementation))
+            threads.append(threading.Thread(target=parts[-1].compile))
+            threads[-1].start()
+    for thread in threads:
+        thread.join()
+    rows: list[dict[str, Any]] = []
+    for part in parts:
+        seconds, logits = part.time()
+        logits = logits.astype(np.float64)
+        row = {"shape": shape, "phase": part.phase, "size": part.size, "devices": part.count, "seconds": seconds}
+        said = f"{shape} {part.phase:8}{part.size:7} {part.axis}={part.count}: {1e3 * seconds:9.2f} ms"
+        if part.count == 1 and part.implementation is None:
+            one, alone = logits, seconds
+        else:
+            row["implementation"] = part.implementation
+            row["speedup"] = alone / seconds
+            row["difference"] = float(np.linalg.norm(one - logits) / np.linalg.norm(one))
+            row["same_choice"] = float(np.mean(one.argmax(-1) == logits.argmax(-1)))
+            said += f" {'(no kernels) ' if part.implementation else ''} {row['speedup']:.2f} times as fast"
+            said += f"; logits differ by {row['difference']:.1e} of their norm"
+            said += f", same best token in {100 * row['same_choice']:.0f} % of the rows"
+        rows.append(row)
+        print(said, flush=True)
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=131072)
-    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--shape", nargs="*", default=list(SHAPES), choices=SHAPES)
+    parser.add_argument("--tokens", type=int, default=131072, help="of the prefill; 0: none")
+    parser.add_argument("--slots", type=int, nargs="*", default=[64, 256, 512])
     parser.add_argument("--context", type=int, default=4096, help="tokens of each slot before decoding")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    config = small_k31()
-    tokens = jax.random.randint(jax.random.key(0), (1, arguments.tokens), 0, config.vocab_size)
     rows: list[dict[str, Any]] = []
-    answers: dict[str, list[jax.Array]] = {}
-    phases: dict[str, Callable[..., tuple[float, jax.Array]]] = {
-        "prefill": partial(prefill, tokens=tokens),
-        "decode": partial(decode, slots=arguments.slots, context=arguments.context),
-    }
-    for phase, axis in (("prefill", "context"), ("decode", "tensor")):
-        for count in (1, 2):
-            mesh = jax.make_mesh((count,), (axis,), devices=jax.devices()[:count])
-            decoder = Decoder(config) if count == 1 else MeshDecoder(config, mesh)
-            params = draw(decoder)
-            seconds, answer = phases[phase](decoder, params)
-            answers.setdefault(phase, []).append(jax.device_get(answer))
-            rows.append({"phase": phase, "devices": count, "axis": axis, "seconds": seconds})
-            print(f"{phase:8} {axis}={count}: {1e3 * seconds:10.2f} ms", flush=True)
-            del params
-        one, two = answers[phase]
-        speedup = rows[-2]["seconds"] / rows[-1]["seconds"]
-        if phase == "prefill":
-            same = float(jnp.linalg.norm(one - two) / jnp.linalg.norm(one))
-            said = f"relative difference of the last logits {same:.1e}"
-        else:
-            same = float(jnp.mean(one[:, 0] == two[:, 0]))
-            said = f"same first token in {100 * same:.0f} % of the slots"
-        rows[-1] |= {"speedup": speedup, "agreement": same}
-        print(f"{phase:8} speed-up {speedup:.2f}; {said}", flush=True)
+    for shape in arguments.shape:
+        rows += measure(shape, arguments.tokens, arguments.slots, arguments.context)
+        model.cache_clear()
     if arguments.json:
         device = jax.devices()[0].device_kind
         arguments.json.write_text(json.dumps({"jax": jax.__version__, "device": device, "rows": rows}, indent=1) + "\n")

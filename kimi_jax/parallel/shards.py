@@ -13,6 +13,7 @@ from kimi_jax.parallel.context_dsa import dense_context, dsa_context, gather_tok
 from kimi_jax.parallel.context_kda import kda_from_raw_sharded, short_conv_sharded
 from kimi_jax.parallel.experts import Exchange, run_experts_parallel, run_experts_sharded
 from kimi_jax.parallel.sharded_decode import dense_decode_sharded, dsa_decode_sharded, owned_places
+from kimi_jax.parallel.shared_selection import dsa_shared, shares_selection
 from kimi_jax.parallel.zigzag import Layout
 from kimi_jax.shards import Shards
 from pallas_kernels.dispatch import Implementation
@@ -169,13 +170,21 @@ class MeshShards(Shards):
         segment_ids: Int[Array, "B T"] | None = None,
         **options: Any,
     ) -> Any:
-        """Attention over selected keys: they come to split queries, and the others go to them."""
+        """Attention over selected keys: they come to split queries, and the others go to them.
+
+        On GPUs devices that split the heads share the selection where it is long enough.
+        """
         operands = (index_q, index_k, index_w, q, latent, w_uk, w_uv)
         if self.split:
             options |= {"segment_ids": segment_ids, "layout": self.layout}
             return dsa_context(*operands, axis=self.sequence, **options)
         if cached and self.cache_parts > 1:
             return dsa_decode_sharded(*operands, axis=self.sequence, **options)
+        whole = cached and segment_ids is None and options.get("two_stage") is None and platform() == "gpu"
+        sizes = (*index_q.shape[:2], *index_k.shape[1:])
+        if whole and shares_selection(*sizes, devices=jax.lax.axis_size("tensor"), top_k=options["top_k"]):
+            options.pop("two_stage", None)
+            return dsa_shared(*operands, axis="tensor", **options)
         return super().dsa_mla(*operands, cached=cached, segment_ids=segment_ids, **options)
 
     def experts(
@@ -192,7 +201,7 @@ class MeshShards(Shards):
         """Tokens go to their experts, or all devices run their own experts on all tokens.
 
         In the second case what is beside few tokens is added up in the same collective, where the same devices share
-        both.
+        both, and each device's part is rounded to the activations' type before, as parts of projections are.
         """
         differ = "expert" in self.rows or self.split
         given = x, routing, valid, stack, num_experts, activation
@@ -204,9 +213,9 @@ class MeshShards(Shards):
             others = beside
 
             def add_up(sums: Array) -> tuple[Array, Array]:
-                sums, more = align(sums, others)
-                both = jax.lax.psum(jnp.concatenate([sums, more.astype(sums.dtype)], axis=1), ("expert", "tensor"))
-                return both[:, : x.shape[1]].astype(x.dtype), both[:, x.shape[1] :].astype(more.dtype)
+                sums, more = align(sums.astype(x.dtype), others)
+                both = jax.lax.psum(jnp.concatenate([sums, more.astype(x.dtype)], axis=1), ("expert", "tensor"))
+                return both[:, : x.shape[1]], both[:, x.shape[1] :].astype(more.dtype)
 
             return run_experts_sharded(
                 *given,

@@ -12,7 +12,8 @@ D = hidden_size, and every array's part as `sharding.shard_shape` gives it:
                  `parallel.context_kda`); its state is read and written
     attention    indexer: 2 · heads · width for each query and key that it sees, of the busiest device (`index_work`);
                  then 2 · H / t · (2 · L + R) for each query and key that it attends; keys read once by a step that
-                 attends a cache, selected ones by each query
+                 attends a cache, selected ones by each query; GPUs of `tensor` share long selections
+                 (`parallel.shared_selection`)
     residual     16 · M · D bytes a layer, and half of the bank twice with Attention Residuals
     messages     an all-reduce of 2 · M · D bytes over `tensor` after each mixer and MLP; experts as
                  `parallel.experts.cheaper_exchange` has it; keys of split rows gathered twice (for the cache, and from
@@ -45,6 +46,7 @@ from kimi_jax.config import KimiConfig
 from kimi_jax.model import Decoder
 from kimi_jax.parallel.decoder import ALIGNMENT, axes_of
 from kimi_jax.parallel.experts import BUDGET, Exchange, cheaper_exchange
+from kimi_jax.parallel.shared_selection import shares_selection
 from kimi_jax.parallel.zigzag import Layout, index_work
 from kimi_jax.params import named_specs
 from kimi_jax.planning.chips import Chip
@@ -391,15 +393,16 @@ class _Step:
         latent_bytes, index_bytes = stored.latent / layers, stored.index_key / layers
         bf16 = self.chip.peak("bf16")
 
-        def seconds(pairs: float | int) -> float:
-            """Of products for so many pairs of a query and a key that it sees."""
+        def seconds(pairs: float | int, selecting: int = 1) -> float:
+            """Of products for so many pairs of a query and a key that it sees, of which `selecting` devices score some."""
             if dsa is None:
                 once = latent * 2 + rope if at.tokens == 1 else mla.qk_nope_head_dim + rope + mla.v_head_dim
                 return 2 * heads * once * pairs / bf16
             attended = min(pairs, at.count * dsa.top_k)
-            return (2 * dsa.num_heads * dsa.head_dim * pairs + 2 * heads * (2 * latent + rope) * attended) / bf16
+            scored = dsa.num_heads * dsa.head_dim * pairs / selecting
+            return 2 * (scored + heads * (2 * latent + rope) * attended) / bf16
 
-        moved, pairs = 0.0, 0.0
+        moved, pairs, selecting = 0.0, 0.0, 1
         if at.split:
             per_query = heads * (mla.qk_nope_head_dim + rope + mla.v_head_dim)
             per_query += 0 if dsa is None else dsa.num_heads * (dsa.head_dim + 2)
@@ -435,10 +438,15 @@ class _Step:
                 self.reasons["attention"] = (
                     f"partial attention over {at.places:,} places a device, merged over {at.parts}"
                 )
-        read = at.batch * keys * (latent_bytes if dsa is None else index_bytes)
+            elif dsa is not None and not self.train and self.chip.fabric == "switch":
+                sizes, sharing = (at.batch, at.tokens, at.places, dsa.head_dim), self.tensor.size
+                if shares_selection(*sizes, devices=sharing, top_k=dsa.top_k):
+                    selecting = sharing
+                    moved = self.tensor.gather(at.count * dsa.top_k * 4)
+        read = at.batch * keys * (latent_bytes if dsa is None else index_bytes / selecting)
         if dsa is not None:
             read += at.count * min(dsa.top_k, keys) * latent_bytes
-        compute = self._products(self.values.get("mla", 0)) + layers * seconds(pairs)
+        compute = self._products(self.values.get("mla", 0)) + layers * seconds(pairs, selecting)
         return self._part(
             "attention", compute, layers * read, layers * (moved + self._summed), self.weights.get("mla", 0)
         )

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from kimi_jax.cache import Cache
 from kimi_jax.model import Decoder
-from kimi_jax.parallel import MeshDecoder
+from kimi_jax.parallel import MeshDecoder, shared_selection
 from kimi_jax.params import named_specs
 from kimi_jax.planning import chip_named, parse_topology
 from kimi_jax.planning.configs import find_config, named_configs
@@ -168,6 +168,24 @@ def test_a_call_takes_the_order_that_costs_less(kind: str) -> None:
     assert cheaper_layout(LARGE, sizes, kind, "prefill", 1, 2**20, 2**20) == "zigzag"
     assert cheaper_layout(LARGE, sizes, kind, "train", 1, 2**17, 0) == "zigzag"
     assert cheaper_layout(LARGE, sizes, "cpu", "prefill", 1, 2048, 2048) == "zigzag"
+
+
+def test_gpus_that_split_the_heads_share_long_selections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each reads the index keys of a part of the rows; nobody does on TPUs, whose kernel takes longer rows only."""
+    sizes, work = {"expert": 4, "tensor": 4}, Workload("decode", 64, 1, 2**17)
+
+    def attention(chip: str) -> float:
+        parts = StepModel(LARGE, chip_named(chip)).cost(sizes, work).parts
+        return next(part.memory for part in parts if part.name == "attention")
+
+    shared, tpu = attention("h200"), attention("v5p")
+    monkeypatch.setattr(shared_selection, "SHARED_FROM", 2**60)
+    alone = attention("h200")
+    assert LARGE.dsa is not None
+    rows = 64 // 4
+    keys = len(LARGE.mla.layers) * rows * 2**17 * 2 * LARGE.dsa.head_dim
+    assert alone - shared == pytest.approx(0.75 * keys / chip_named("h200").hbm_bandwidth)
+    assert attention("v5p") == tpu
 
 
 def test_a_mesh_decoder_asks_for_the_order_of_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
