@@ -36,7 +36,7 @@ def gather(x: Float[Array, "T D"], index: Int[Array, " A"], blocks: int, interpr
     lag = slots // 2  # chunks on their way in
     chunks = count // ROWS
 
-    def kernel(index: Any, x: Any, out: Any, *, held: Any, full: Any) -> None:
+    def gather_rows(index: Any, x: Any, out: Any, *, held: Any, full: Any) -> None:
         me = lax.axis_index("block")
         mine = lax.div(chunks - me + (blocks - 1), blocks)
 
@@ -64,7 +64,7 @@ def gather(x: Float[Array, "T D"], index: Int[Array, " A"], blocks: int, interpr
         plgpu.wait_smem_to_gmem(0)
 
     gathered = plgpu.kernel(
-        kernel,
+        gather_rows,
         out_type=jax.ShapeDtypeStruct((count, lines, _LINE), x.dtype),
         grid=(blocks,),
         grid_names=("block",),

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.gate import Gate
 from pallas_kernels.grouped_matmul import xla
-from pallas_kernels.grouped_matmul.gpu_tiles import BLOCK, CHUNK, COLUMNS, PART, Tuning, cut
+from pallas_kernels.grouped_matmul.gpu_tiles import BLOCK, CHUNK, COLUMNS, PART, WIDEST, Tuning, cut
 from pallas_kernels.manual_axes import axes_left_to_xla
 from pallas_kernels.mxfp4 import Mxfp4
 from pallas_kernels.target import platform
@@ -26,7 +26,9 @@ _FEW = 16
 """Rows to an expert up to which copies of weights are all that takes time."""
 _NARROW, _MIDDLE = (8, 16, 32), (8, 16, 32, 64, 96)
 _WIDE = (8, 32, 64, 96, 128, 144, 160, 192, 224, 256)
-_WIDER = (8, 32, 64, 128, 192, 224, 256, 272, 288, 320)
+_WIDER = (8, 64, 128, 144, 160, 208, 240, 256, 272, 288)
+"""What leaves room for a fourth slot, which is worth more than the few groups beyond it that are cut in two."""
+_MOST_REACHED = 320
 _TAIL = 3
 """Standard deviations of evenly drawn groups' sizes that a tile holds beyond their mean."""
 _TALL = (8, 32, 64, 96, 112, 120, 128, 136, 144, 152)
@@ -75,7 +77,8 @@ def tuned(
 ) -> Tuning:
     """How to cut a product: tiles about as wide as the mean group, and as many slots as fit.
 
-    Three or four slots hide a copy behind a wide tile's product. With a few rows to an expert there is next to nothing to
+    A slot that is multiplied isn't on its way, so three slots keep two copies running and four three, which is what hides
+    them behind a wide tile's product while the whole device reads. With a few rows to an expert there is next to nothing to
     hide it behind, so many small slots keep enough bytes on their way; and unpacking, which then takes longer than
     anything else, is spread over three warpgroups. `out_width` counts the weights' outputs.
     """
@@ -90,19 +93,26 @@ def tuned(
     step = CHUNK if packed or (few and not gated and width % CHUNK == 0) else 64
     warpgroups = 3 if packed and few and out_width % (3 * tall * COLUMNS) == 0 else 2
     columns = warpgroups * COLUMNS
-    fixed = 2 * 2 * columns * (min(PART, widths[-1]) + BLOCK) + (2 * tall * columns * width // 32 if packed else 0)
+    a_row = 2 * 2 * columns  # of results, in both buffers
+    scales = 2 * tall * columns * width // 32 if packed else 0
+    fixed = min(PART, widths[-1]) * a_row + scales
     an_input = tall * (columns // 2 if packed else 2 * columns) + 2 * widths[-1]  # of all weights and rows of a slot
     # Memory gives pieces of 128 bytes, 256 inputs of packed weights, a quarter faster than pieces of 64.
     if packed and few and SHARED_BYTES - fixed >= 3 * 2 * CHUNK * an_input:
         step = 2 * CHUNK
     stages = min(_MOST_STAGES, (SHARED_BYTES - fixed) // (step * an_input))
-    return Tuning(widths, stages, step, warpgroups, blocks=blocks, tall=tall)
+    # What is left lets results leave in fewer turns.
+    room = (SHARED_BYTES - scales - stages * step * an_input) // a_row
+    share = widths[-1] if widths[-1] <= WIDEST else widths[-1] // 2
+    turns = -(-share // room)
+    part = -(-share // (turns * BLOCK)) * BLOCK
+    return Tuning(widths, stages, step, warpgroups, blocks=blocks, tall=tall, part=part)
 
 
 def _reaching(mean: float) -> tuple[int, ...]:
-    """Widths up to one that holds nearly all groups whole, as long as there is one; narrower ones leave room for slots."""
+    """Widths up to one that holds nearly all groups whole, if there is one; narrower ones leave room for slots."""
     reach = mean + _TAIL * mean**0.5 + BLOCK
-    widths = _WIDE if reach <= _WIDE[-1] or reach > _WIDER[-1] else _WIDER
+    widths = _WIDER if _WIDE[-1] < reach <= _MOST_REACHED else _WIDE
     return widths[: sum(width < reach for width in widths) + 1]
 
 

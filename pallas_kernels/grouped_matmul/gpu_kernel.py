@@ -5,8 +5,8 @@ rows into a ring of shared-memory slots; each of the G others multiplies 64 colu
 takes the narrowest product that holds it, so the rows that a group lacks to a full tile cost little, and an expert's
 weights come once for up to 256 of its rows.
 
-Products leave transposed: the accumulator [64 columns, rows] is turned on its way into shared memory. Whole blocks of 8
-rows go out as such; a group's first and last block, which a neighbour may share, go row by row.
+Products leave transposed: the accumulator [64 columns, rows] is turned on its way into shared memory (`gpu_store.py`).
+Whole blocks of 8 rows go out as such; a group's first and last block, which a neighbour may share, go row by row.
 
 Every output is one sum over the inputs in ascending steps, whatever the tile's width or place: its bits depend on its
 own row and weights alone.
@@ -25,7 +25,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.gate import Gate
-from pallas_kernels.grouped_matmul.gpu_tiles import BLOCK, CHUNK, COLUMNS, PART, Tuning, Work
+from pallas_kernels.grouped_matmul.gpu_store import SWIZZLED, store_edges, store_turned
+from pallas_kernels.grouped_matmul.gpu_tiles import BLOCK, CHUNK, COLUMNS, WIDEST, Tuning, Work
 from pallas_kernels.grouped_matmul.gpu_unpack import unpack, unpack_plainly
 from pallas_kernels.mxfp4 import Mxfp4
 
@@ -33,11 +34,6 @@ _COPY_REGISTERS = 40
 _PRODUCT_REGISTERS = {1: 232, 2: 232, 3: 152, 4: 104}  # by warpgroups that multiply; a block keeps what it starts with
 _ALTERNATING = {1: 32, 2: 32, 3: 16, 4: 16}
 """Rows up to which unpacked weights have two sets of registers; the assembler serialises products of wider tiles then."""
-
-_WIDEST = 256
-"""Rows of one matrix instruction; a wider tile takes two."""
-
-_SWIZZLED = (plgpu.TilingTransform((BLOCK, 64)), plgpu.SwizzleTransform(128))
 
 
 def multiply(
@@ -68,9 +64,13 @@ def multiply(
     block_columns = results * groups * COLUMNS
     pieces = out_width // (block_columns * cluster)  # of a tile's columns
     copies = 1 if gate is None else 2  # of array weights to a slot
+    stored_blocks = tall * groups
+    outputs = COLUMNS if packed else stored_blocks // copies * COLUMNS  # of a copy
+    taken = step // 2 if packed else step  # numbers of a copy along the inputs
     clusters = tuning.blocks // cluster
     steps = width // step
     parts = step // CHUNK if packed else 1  # of a slot's inputs, multiplied one after the other
+    part_rows = min(tuning.part, widest)
 
     def kernel(
         tiles: Any,
@@ -80,7 +80,6 @@ def multiply(
         weight_slots: Any,
         row_slots: Any,
         turned: Any,
-        edges: Any,
         full: Any,
         empty: Any,
         **more: Any,
@@ -105,6 +104,15 @@ def multiply(
             if gate is None:
                 return column + which * COLUMNS
             return column + which % groups * COLUMNS + which // groups * out_width
+
+        def stored_parts(expert: Array, column: Array, k: Array) -> list[Any]:
+            """A slot's weights, as many of them as are copied at once."""
+            found = []
+            for part in range(stored_blocks if packed else copies):
+                there = pl.ds(stored_at(column, part * (outputs // COLUMNS)), outputs)
+                inputs = pl.ds(k * taken, taken)
+                found.append(weights.at[(expert, inputs, there) if transposed else (expert, there, inputs)])
+            return found
 
         def for_each_width(kind: Array, act: Callable[[int], None]) -> None:
             for index, size in enumerate(tuning.widths):
@@ -133,23 +141,13 @@ def multiply(
                     def _() -> None:
                         plgpu.barrier_wait(empty.at[slot])
 
-                    if packed:
-                        for which in range(tall * groups):
-                            source = weights.at[
-                                expert, pl.ds(stored_at(column, which), COLUMNS), pl.ds(k * (step // 2), step // 2)
-                            ]
-                            plgpu.copy_gmem_to_smem(source, weight_slots.at[slot, which], full.at[slot])
-                    else:
-                        for part in range(copies):
-                            count = tall * groups // copies
-                            start = stored_at(column, part * count)
-                            inputs, outputs = pl.ds(k * step, step), pl.ds(start, count * COLUMNS)
-                            there = pl.ds(part * count * COLUMNS, count * COLUMNS)
-                            if transposed:
-                                source, target = weights.at[expert, inputs, outputs], weight_slots.at[slot, :, there]
-                            else:
-                                source, target = weights.at[expert, outputs, inputs], weight_slots.at[slot, there]
-                            plgpu.copy_gmem_to_smem(source, target, full.at[slot])
+                    for part, source in enumerate(stored_parts(expert, column, k)):
+                        if packed:
+                            target = weight_slots.at[slot, part]
+                        else:
+                            there = pl.ds(part * outputs, outputs)
+                            target = weight_slots.at[(slot, slice(None), there) if transposed else (slot, there)]
+                        plgpu.copy_gmem_to_smem(source, target, full.at[slot])
                     source = rows.at[pl.ds(pl.multiple_of(base, BLOCK), size), pl.ds(k * step, step)]
                     shared: dict[str, Any] = {"collective_axes": "cluster"} if cluster > 1 else {}
                     plgpu.copy_gmem_to_smem(source, row_slots.at[slot, pl.ds(0, size)], full.at[slot], **shared)
@@ -187,7 +185,7 @@ def multiply(
                 return plain.at[which]
 
             def product(size: int) -> None:
-                share = size if size <= _WIDEST else size // 2  # rows of one instruction
+                share = size if size <= WIDEST else size // 2  # rows of one instruction
                 starts = range(0, size, share)
                 # Two sets of registers for weights; a wider product leaves none for the second.
                 even = tall * parts % 2 == 0  # a slot's products end with the set that they didn't begin with
@@ -247,32 +245,39 @@ def multiply(
                 sums = pl.run_scoped(accumulate, *totals)
 
                 def rounded(block: int, start: int, count: int) -> Array:
-                    """Some rows' results in a block of columns, turned for the store where that is done in registers."""
+                    """Some rows' results in a block of columns."""
                     which, at = divmod(start, share)
                     blocks = (block,) if gate is None else (0, 1)
                     found = [sums[one * len(starts) + which][:, at : at + count] for one in blocks]
-                    part = (found[0] if gate is None else gate.quickly(*found)).astype(out.dtype)
-                    return part if interpret is not None else plgpu.layout_cast(part, plgpu.Layout.WGMMA_TRANSPOSED)
+                    return (found[0] if gate is None else gate.quickly(*found)).astype(out.dtype)
 
                 low, high = first - base, last - base
                 # Blocks that are this tile's from end to end: head..tail-1.
                 head, tail = lax.div(low + (BLOCK - 1), BLOCK), lax.div(high, BLOCK)
                 some, rest = low < high, high - tail * BLOCK
                 begins, ends = some & (head > 0), some & (rest > 0) & (tail >= head)
-
-                def columns(block: int) -> Any:
-                    return pl.ds(column + (block * groups + group) * COLUMNS, COLUMNS)
+                narrower = max((width for width in tuning.widths if width < size), default=0)
+                first_rows = low, jnp.where(begins, jnp.minimum(high, BLOCK), 0)
+                last_rows = tail * BLOCK, jnp.where(ends, high, 0)
 
                 def put_part(turn: int, block: int, start: int) -> None:
-                    """Turns some rows, waits until the buffer's last ones are read, and sends off the whole blocks."""
-                    count, buffer = min(PART, share - start % share), turn % 2
+                    """Turns some rows, sends off the whole blocks, and stores the rows of those that are shared."""
+                    count, buffer = min(part_rows, share - start % share), turned.at[group, turn % 2]
+                    target_column = column + (block * groups + group) * COLUMNS
                     part = rounded(block, start, count)
-                    plgpu.wait_smem_to_gmem(min(turn, 1), wait_read_only=True)
+                    if turn != 1:  # At first none of both buffers may be read any more, then not that of two turns ago.
+                        plgpu.wait_smem_to_gmem(min(turn, 1), wait_read_only=True)
                     if interpret is None:
-                        turned.at[group, buffer, pl.ds(0, count)].transpose((1, 0))[...] = part
+                        store_turned(buffer, part)
                     else:
-                        turned[group, buffer, :count] = part.T
+                        turned[group, turn % 2, :count] = part.T
                     plgpu.commit_smem()
+                    there = pl.ds(target_column, COLUMNS)
+                    # A tile that a narrower width would hold isn't here, so rows between the first part and there are ours.
+                    if start > 0 and start + count <= narrower:
+                        target = out.at[pl.ds(pl.multiple_of(base + start, BLOCK), count), there]
+                        plgpu.copy_smem_to_gmem(buffer.at[pl.ds(0, count)], target)
+                        return
                     begin = jnp.clip(head - start // BLOCK, 0, count // BLOCK)
                     blocks = jnp.maximum(jnp.minimum(tail - start // BLOCK, count // BLOCK) - begin, 0)
                     for power in reversed(range((count // BLOCK).bit_length())):
@@ -282,53 +287,27 @@ def multiply(
                             at = pl.multiple_of(begin * BLOCK, BLOCK)
                             target = pl.ds(pl.multiple_of(base + start + at, BLOCK), BLOCK << power)
                             plgpu.copy_smem_to_gmem(
-                                turned.at[group, buffer, pl.ds(at, BLOCK << power)],
-                                out.at[target, columns(block)],
-                                commit_group=False,
+                                buffer.at[pl.ds(at, BLOCK << power)], out.at[target, there], commit_group=False
                             )
 
                         begin = begin + (blocks & (1 << power))
                     plgpu.commit_smem_to_gmem_group()
+                    edges = first_rows, last_rows
+                    if interpret is None:
+                        store_edges(out, buffer, start, count, base, target_column, *edges)
+                        return
+                    for begin, end in edges:
+                        begin, end = jnp.maximum(begin, start), jnp.minimum(end, start + count)
 
-                places = [begin + start for begin in starts for start in range(0, share, PART)]
+                        def one(row: Array, carry: tuple[()]) -> tuple[()]:
+                            out[pl.ds(base + row, 1), there] = turned[group, turn % 2, pl.ds(row - start, 1)]
+                            return carry
+
+                        lax.fori_loop(begin, jnp.maximum(begin, end), one, ())
+
+                places = [begin + start for begin in starts for start in range(0, share, part_rows)]
                 for turn, (block, start) in enumerate(itertools.product(range(results), places)):
                     put_part(turn, block, start)
-
-                def put_aside(columns_of: int, which: int, block: int) -> None:
-                    part = rounded(columns_of, BLOCK * block, BLOCK)
-                    if interpret is None:
-                        _store(edges.at[group, which].transpose((1, 0)), part)
-                    else:
-                        edges[group, which] = part.T
-
-                def put_rows(columns_of: int, which: int, block: Array | int, at: Array | int, count: Array) -> None:
-                    for power in (2, 1, 0):
-
-                        @pl.when((count & (1 << power)) != 0)
-                        def _(at: Array | int = at, power: int = power) -> None:
-                            target = pl.ds(base + block * BLOCK + at, 1 << power)
-                            plgpu.copy_smem_to_gmem(
-                                edges.at[group, which, pl.ds(at, 1 << power)],
-                                out.at[target, columns(columns_of)],
-                                commit_group=False,
-                            )
-
-                        at = at + (count & (1 << power))
-
-                def put_edges(columns_of: int) -> None:
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    pl.when(begins)(lambda: put_aside(columns_of, 0, 0))
-                    # Registers can't be picked at run time, but a tile that a narrower width would hold isn't here.
-                    narrower = max((width for width in tuning.widths if width < size), default=0)
-                    for block in range(narrower // BLOCK, size // BLOCK):
-                        pl.when(ends & (tail == block))(functools.partial(put_aside, columns_of, 1, block))
-                    plgpu.commit_smem()
-                    pl.when(begins)(lambda: put_rows(columns_of, 0, 0, low, jnp.minimum(high, BLOCK) - low))
-                    pl.when(ends)(lambda: put_rows(columns_of, 1, tail, 0, rest))
-                    plgpu.commit_smem_to_gmem_group()
-
-                for block in range(results):
-                    pl.when(begins | ends)(functools.partial(put_edges, block))
 
             for_each_width(kind, product)
             if packed:
@@ -360,18 +339,16 @@ def multiply(
             plgpu.wait_smem_to_gmem(0)
 
     scratch: dict[str, Any] = {}
-    stored_blocks = tall * groups
     if packed:
         scratch["weight_slots"] = plgpu.SMEM((stages, stored_blocks, COLUMNS, step // 2), jnp.uint8)
         scratch["scale_slots"] = plgpu.SMEM((2, stored_blocks, COLUMNS, width // 32), jnp.uint8)
     else:
         slot = (step, stored_blocks * COLUMNS) if transposed else (stored_blocks * COLUMNS, step)
-        scratch["weight_slots"] = plgpu.SMEM((stages, *slot), rows.dtype, transforms=_SWIZZLED)
+        scratch["weight_slots"] = plgpu.SMEM((stages, *slot), rows.dtype, transforms=SWIZZLED)
     if interpret is not None and (packed or transposed):
         scratch["plain"] = plgpu.SMEM((stored_blocks, COLUMNS, step // parts), jnp.bfloat16)
-    scratch["row_slots"] = plgpu.SMEM((stages, widest, step), rows.dtype, transforms=_SWIZZLED)
-    scratch["turned"] = plgpu.SMEM((groups, 2, min(PART, widest), COLUMNS), out_dtype, transforms=_SWIZZLED)
-    scratch["edges"] = plgpu.SMEM((groups, 2, BLOCK, COLUMNS), out_dtype)
+    scratch["row_slots"] = plgpu.SMEM((stages, widest, step), rows.dtype, transforms=SWIZZLED)
+    scratch["turned"] = plgpu.SMEM((groups, 2, part_rows, COLUMNS), out_dtype, transforms=SWIZZLED)
     if interpret is not None:
         scratch["flipped"] = plgpu.SMEM((groups, step, widest), rows.dtype)
     scratch["full"] = plgpu.Barrier(num_arrivals=1 + (stored_blocks if packed else copies), num_barriers=stages)
@@ -400,12 +377,3 @@ def multiply(
         ),
         **mesh,
     )(*work, rows, *operands)
-
-
-def _store(ref: Any, value: Any) -> None:
-    """ref[...] = value, of a few numbers whose bank conflicts don't matter and which newer versions refuse."""
-    store = getattr(plgpu, "store", None)
-    if store is None:
-        ref[...] = value
-    else:
-        store(ref, value, optimized=False)

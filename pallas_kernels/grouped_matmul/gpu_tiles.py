@@ -19,7 +19,10 @@ COLUMNS = 64
 """Columns of the result that a warpgroup computes."""
 
 PART = 32
-"""Rows of the result that a warpgroup turns at once."""
+"""Fewest rows of a wide result that a warpgroup turns at once."""
+
+WIDEST = 256
+"""Rows of one matrix instruction; a wider tile takes two."""
 
 CHUNK = 128
 """Inputs of MXFP4 weights unpacked at once: four blocks of one scale each."""
@@ -37,6 +40,7 @@ class Tuning:
         cluster: blocks of threads, 1 or 2, that share a tile's rows.
         blocks: of threads in all, one a multiprocessor.
         tall: blocks of 64 columns that a warpgroup computes, 1 or 2. With a gate there are 2: gate and up.
+        part: rows of the result that a warpgroup turns at once, a multiple of 8.
     """
 
     widths: tuple[int, ...]
@@ -46,6 +50,7 @@ class Tuning:
     cluster: int = 1
     blocks: int = 132
     tall: int = 1
+    part: int = PART
 
     @property
     def columns(self) -> int:

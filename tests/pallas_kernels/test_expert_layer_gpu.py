@@ -219,6 +219,58 @@ def test_a_layer_of_packed_experts_by_kernels(on_a_gpu: None) -> None:
         assert error <= 1e-2 * np.linalg.norm(other)
 
 
+def test_padding_tokens_do_not_leak_through_kernels(on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    # H07: six tokens, two of them padding that holds NaN; expert 0 has every real token, expert 3 none; and products that
+    # leave rubbish past the last group's rows.
+    product = products.product
+
+    def spoiled(rows: Any, weights: Any, sizes: Any, *more: Any) -> Any:
+        there = jnp.arange(rows.shape[0]) < jnp.sum(sizes)
+        return jnp.where(there[:, None], product(rows, weights, sizes, *more), jnp.asarray(1e6, BF16))
+
+    monkeypatch.setattr(products, "product", spoiled)
+    width = inner = 128
+    valid = np.array([True, True, False, True, True, False])
+    chosen = np.array([[0, 1], [0, 2], [0, 3], [0, 2], [0, 1], [3, 0]])
+    x, weights = draw(6, width, seed=1), np.random.default_rng(2).random((6, 2)).astype(np.float32)
+    gate_up, down = draw(4, 2 * inner, width, seed=3, scale=0.1), draw(4, width, inner, seed=4, scale=0.1)
+    got = expert_layer(
+        jnp.asarray(np.where(valid[:, None], x, np.nan), BF16),
+        jnp.asarray(chosen),
+        jnp.asarray(weights),
+        jnp.asarray(valid),
+        jnp.asarray(gate_up, BF16),
+        jnp.asarray(down, BF16),
+        num_experts=4,
+        implementation="gpu",
+        gate=GATES[1],
+    )
+    want = np.zeros_like(x)
+    for m in np.flatnonzero(valid):
+        for j, e in enumerate(chosen[m]):
+            want[m] += weights[m, j] * (down[e] @ joined(GATES[1], *np.split(gate_up[e] @ x[m], 2)))
+    found = np.asarray(got).astype(np.float64)
+    assert np.linalg.norm(found - want) <= 1e-2 * np.linalg.norm(want)
+    np.testing.assert_array_equal(found[~valid], 0)
+
+
+def test_a_token_does_not_see_the_others_in_kernels(on_a_gpu: None) -> None:
+    tokens, experts, width, mine = 5, 2, 128, 3
+    row = draw(width, seed=3)
+    stacks = (jnp.asarray(draw(experts, out, width, seed=out, scale=0.1), BF16) for out in (2 * width, width))
+    run = jax.jit(partial(expert_layer, num_experts=experts, implementation="gpu"))
+    gate_up, down = stacks
+    found = []
+    for others in range(2):  # its place in its group, and whose blocks of 8 rows it shares, differ
+        x, chosen = 100 * draw(tokens, width, seed=10 + others), np.full((tokens, 1), others)
+        x[mine], chosen[mine] = row, 1
+        valid, mixing = np.arange(tokens) != 4 * others, np.full((tokens, 1), 0.75, np.float32)
+        given = jnp.asarray(x, BF16), jnp.asarray(chosen), jnp.asarray(mixing), jnp.asarray(valid)
+        found.append(np.asarray(run(*given, gate_up, down)[mine]).astype(np.float64))
+    assert np.abs(found[0]).max() > 0
+    np.testing.assert_array_equal(found[0], found[1])
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_it_lowers_for_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
     monkeypatch.setattr(products, "obstacle", products.unfit)

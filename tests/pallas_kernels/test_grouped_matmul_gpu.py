@@ -61,15 +61,25 @@ def test_rows_times_their_experts(sizes: list[int]) -> None:
     np.testing.assert_array_equal(got[sum(sizes) :], 0)
 
 
-def test_a_row_does_not_see_the_others() -> None:
+@pytest.mark.parametrize("packed", [False, True], ids=["bfloat16", "mxfp4"])
+def test_a_row_does_not_see_the_others(packed: bool) -> None:
     # Row 7 of expert 4 stands in the first, a middle or the last block of its group, in a wide tile or a narrow one.
-    rows, weights = draw(M, D, seed=0), draw(7, F, D, seed=1)
-    mine = rows[7].copy()
+    width = 512 if packed else D
+    weights: Any = draw(7, F, width, seed=1)
+    if packed:
+        rng = np.random.default_rng(1)
+        codes, scale = (
+            rng.integers(*span, (7, F, width // part), np.uint8) for span, part in (((0, 256), 2), ((119, 123), 32))
+        )
+        weights = Mxfp4(jnp.asarray(codes), jnp.asarray(scale))
+    tuning = Tuning((8, 16), 2, 128, warpgroups=1, blocks=1) if packed else SMALL
+    mine = draw(width, seed=7)
     found = []
     for sizes, place in (([3, 0, 5, 0, 30, 0, 7], 8), ([0, 20, 0, 0, 1, 0, 24], 20)):
-        there = draw(M, D, seed=len(found) + 2) * 1e3
+        there = draw(M, width, seed=len(found) + 2) * 1e3
         there[place] = mine
-        found.append(interpreted(there, weights, sizes, 0, SMALL)[place])
+        found.append(interpreted(there, weights, sizes, 0, tuning)[place])
+    assert np.abs(found[0]).max() > 0
     np.testing.assert_array_equal(found[0], found[1])
 
 
@@ -82,10 +92,11 @@ def test_two_warpgroups_and_two_blocks_of_threads() -> None:
 WIDE = [
     (Tuning((16, 288), 2, warpgroups=1, blocks=1), [0, 270, 9]),  # two instructions
     (Tuning((24, 96), 2, warpgroups=1, blocks=1, tall=2), [3, 90, 0]),  # two blocks of columns, an odd number of parts
+    (Tuning((8, 96, 128), 2, warpgroups=1, blocks=1), [3, 107, 0]),  # parts that no border can be in
 ]
 
 
-@pytest.mark.parametrize(("tuning", "sizes"), WIDE, ids=["wide", "tall"])
+@pytest.mark.parametrize(("tuning", "sizes"), WIDE, ids=["wide", "tall", "inner"])
 def test_wide_tiles_and_two_blocks_of_columns(tuning: Tuning, sizes: list[int]) -> None:
     rows, weights = draw(sum(sizes) + 2, 64, seed=0), draw(3, 64 * tuning.tall, 64, seed=1)
     got = interpreted(rows, weights, sizes, 0, tuning)
@@ -196,7 +207,7 @@ def shared_bytes(tuning: Tuning, width: int, packed: bool) -> int:
     weights = columns * tuning.step // 2 if packed else 2 * columns * tuning.step
     weights *= tuning.tall
     ring = tuning.stages * (weights + 2 * widest * tuning.step)
-    return ring + 2 * 2 * columns * (min(32, widest) + 8) + (2 * tuning.tall * columns * width // 32 if packed else 0)
+    return ring + 2 * 2 * columns * tuning.part + (2 * tuning.tall * columns * width // 32 if packed else 0)
 
 
 def shapes(spec: specs.GroupedMatmulSpec) -> tuple[Any, Any, Any, Any]:
@@ -218,6 +229,8 @@ def test_real_shapes_fit_a_multiprocessor() -> None:
             tuning = gpu.tuned(spec.rows, spec.groups, spec.width, out_width, packed, gated=gated)
             assert tuning.stages >= 3
             assert tuning.tall == (2 if gated else 1)
+            assert min(32, tuning.widths[-1]) <= tuning.part <= tuning.widths[-1]
+            assert tuning.part % 8 == 0
             assert shared_bytes(tuning, spec.width, packed) <= 227 * 1024 - 1024
             assert out_width % tuning.columns == 0
             assert spec.width % tuning.step == 0

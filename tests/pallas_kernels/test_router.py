@@ -17,7 +17,7 @@ RNG = np.random.default_rng
 
 # Tokens, experts, chosen: not a multiple of 32 or 128, few, the published models'.
 SIZES = [(9, 100, 5), (3, 7, 7), (2, 33, 1), (5, 256, 8), (4, 896, 16)]
-KINDS = ["random", "tied", "negative bias", "all equal"]
+KINDS = ["random", "tied", "negative bias", "all equal", "narrow bias"]
 
 
 def draw(kind: str, tokens: int, num_experts: int) -> tuple[np.ndarray, np.ndarray]:
@@ -31,6 +31,8 @@ def draw(kind: str, tokens: int, num_experts: int) -> tuple[np.ndarray, np.ndarr
         bias = bias - 5
     if kind == "all equal":
         scores, bias = np.full(scores.shape, 0.5), np.full(num_experts, -0.5)
+    if kind == "narrow bias":  # H06: a band that bfloat16, whose steps are 1/32 there, would melt into nine values
+        bias = np.linspace(6.817, 7.063, num_experts)
     return scores.astype(np.float32), bias.astype(np.float32)
 
 
@@ -96,6 +98,7 @@ def test_the_best_are_chosen_and_weighed(run: str, kind: str, size: tuple[int, i
         "tied": (True, 1.0, False),
         "negative bias": (False, 1.5, False),
         "all equal": (False, 1.0, True),
+        "narrow bias": (True, 2.872, False),
     }[kind]
     experts, weights = RUNS[run](scores, bias, top_k, *settings)
     want, by = oracle(scores, bias, top_k, *settings)
