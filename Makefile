@@ -48,10 +48,10 @@ types: $(VENV)/.dev
 	$(BIN)/mypy
 
 test: lint types
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile --ignore tests/parity
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --ignore tests/parity --durations 25
 
 fast: $(VENV)/.dev
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "not slow" $(FAST)
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow" $(FAST)
 
 parity: $(VENV)/.parity
 	$(BIN)/pytest tests/parity
