@@ -3,19 +3,25 @@
     python -m benchmarks.sparse_mla [--seconds 90] [--json FILE] [--only NAME ...]
 
 Each case draws fresh queries, latents and indices, checks the results of some queries against float64 on the host, then
-times calls chained inside one program (each call's query depends on the last call's result), which leaves out the host.
-Printed is the median of seven chains, divided by their length. The rate counts 2 * queries * heads * top_k * (576 + 512)
-operations, of the heads that exist; the floor is those at 790 TFLOP/s, a large bfloat16 product's rate on an H200.
+times calls. "kernels" is the time of a call's kernels on the device, merging included: medians of a profiler's trace of
+calls. "chain" is the median of seven chains of calls inside one program, each of which needs the one before, divided by
+their length: it has XLA's loop in it, a write to the queries and some 20 us. The rate is of the former and counts
+2 * queries * heads * top_k * (576 + 512) operations, of the heads that exist; the floor is those at 790 TFLOP/s, a large
+bfloat16 product's rate on an H200.
 """
 
 import argparse
+import glob
 import json
 import statistics
+import tempfile
 import time
+from collections import defaultdict
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,13 +63,12 @@ CASES = (
 )
 
 
-def draw(case: Case) -> tuple[Any, Any, Any]:
-    """Queries, latents and indices on the device; a tenth of the last query's indices is -1."""
-    keys = jax.random.split(jax.random.key(time.time_ns() % 2**31), 3)
+def draw(case: Case, seed: Any) -> tuple[Any, Any, Any]:
+    """Queries, latents and indices; a tenth of the last query's indices is -1."""
+    keys = jax.random.split(jax.random.key(seed), 3)
     q = jax.random.normal(keys[0], (case.batch, case.queries, case.heads, WIDTH), jnp.bfloat16)
     latent: Any = jax.random.normal(keys[1], (case.batch, case.keys, WIDTH), jnp.bfloat16)
-    if case.fp8:
-        latent = jax.jit(partial(Fp8Latent.quantize, latent_width=VALUE))(latent)
+    latent = Fp8Latent.quantize(latent, VALUE) if case.fp8 else latent
     indices = jax.random.randint(keys[2], (case.batch, case.queries, case.top_k), 0, case.keys)
     return q, latent, indices.at[-1, -1, : case.top_k // 10].set(-1)
 
@@ -72,7 +77,6 @@ def run(q: Any, latent: Any, indices: Any) -> Any:
     return sparse_mla(q, latent, indices, latent_width=VALUE, scale=SCALE, implementation="gpu")
 
 
-@jax.jit
 def chained(q: Any, latent: Any, indices: Any, count: Any) -> Any:
     """`count` calls, each of which needs the one before."""
 
@@ -83,51 +87,113 @@ def chained(q: Any, latent: Any, indices: Any, count: Any) -> Any:
     return jax.lax.fori_loop(0, count, one, q)[0, 0, 0, 0]
 
 
-def error(case: Case, arguments: tuple[Any, Any, Any]) -> dict[str, float]:
-    """Relative error of values and absolute error of log-sum-exps of eight queries, the first and the last among them."""
-    q, latent, indices = arguments
-    o, lse = jax.jit(run)(*arguments)
-    wrong = right = worst = 0.0
+def sampled(case: Case, q: Any, latent: Any, indices: Any, o: Any, lse: Any) -> Any:
+    """Queries, rows, indices and results of up to eight queries, the first and the last among them."""
     total = case.batch * case.queries
-    for number in np.unique(np.linspace(0, total - 1, 8).astype(int)):
-        b, t = divmod(int(number), case.queries)
-        chosen = indices[b, t][indices[b, t] >= 0]
-        rows = latent[b].packed[chosen] if isinstance(latent, Fp8Latent) else latent[b][chosen]
-        rows = Fp8Latent(rows, VALUE, WIDTH - VALUE).dequantize(jnp.bfloat16) if case.fp8 else rows
-        keys, query = (np.asarray(x.astype(jnp.float32), np.float64) for x in (rows, q[b, t]))
+    places = [divmod(int(n), case.queries) for n in np.unique(np.linspace(0, total - 1, 8).astype(int))]
+
+    def rows(b: int, t: int) -> Any:
+        chosen = jnp.maximum(indices[b, t], 0)
+        if isinstance(latent, Fp8Latent):
+            return Fp8Latent(latent.packed[b][chosen], VALUE, WIDTH - VALUE).dequantize(jnp.bfloat16)
+        return latent[b][chosen]
+
+    parts = [(q[b, t], rows(b, t), indices[b, t], o[b, t], lse[b, t]) for b, t in places]
+    return [jnp.stack(part).astype(jnp.float32) for part in zip(*parts, strict=True)]
+
+
+def error(found: Any) -> dict[str, float]:
+    """Relative error of values and absolute error of log-sum-exps of what `sampled` returns."""
+    wrong = right = worst = 0.0
+    for query, keys, indices, o, lse in zip(*[np.asarray(part, np.float64) for part in found], strict=True):
+        keys = keys[indices >= 0]
         scores = SCALE * query @ keys.T
         top = scores.max(axis=-1, keepdims=True)
         weights = np.exp(scores - top)
         sums = weights.sum(axis=-1, keepdims=True)
         want = weights / sums @ keys[:, :VALUE]
-        got = np.asarray(o[b, t].astype(jnp.float32), np.float64)
-        wrong, right = wrong + np.sum((got - want) ** 2), right + np.sum(want**2)
-        worst = max(worst, np.abs(np.asarray(lse[b, t], np.float64) - (top + np.log(sums))[:, 0]).max())
+        wrong, right = wrong + np.sum((o - want) ** 2), right + np.sum(want**2)
+        worst = max(worst, np.abs(lse - (top + np.log(sums))[:, 0]).max())
     return {"error": float(np.sqrt(wrong / right)), "lse_error": float(worst)}
 
 
-def seconds(arguments: tuple[Any, Any, Any], count: int) -> float:
+class Prepared(NamedTuple):
+    """A case and its programs, being compiled."""
+
+    case: Case
+    tuning: gpu.Tuning
+    draw: Future[Any]
+    run: Future[Any]
+    chained: Future[Any]
+    sampled: Future[Any]
+
+
+def prepare(case: Case, compiler: Executor) -> Prepared:
+    """Traces a case's programs; another thread compiles them."""
+    seed = jax.ShapeDtypeStruct((), jnp.int32)
+    shapes = jax.eval_shape(partial(draw, case), seed)
+    results = jax.eval_shape(run, *shapes)
+    lowered = (
+        jax.jit(partial(draw, case)).lower(seed),
+        jax.jit(run).lower(*shapes),
+        jax.jit(chained).lower(*shapes, jax.ShapeDtypeStruct((), jnp.int32)),
+        jax.jit(partial(sampled, case)).lower(*shapes, *results),
+    )
+    tuning = gpu.tuned(case.batch * case.queries, case.heads, -(-case.top_k // gpu.TILE), case.fp8)
+    return Prepared(case, tuning, *[compiler.submit(program.compile) for program in lowered])
+
+
+def seconds(chain: Any, arguments: tuple[Any, Any, Any], count: int) -> float:
     """Median of seven chains of `count` + 1 calls, less a chain of one."""
-    jax.block_until_ready(chained(*arguments, count + 1))
+    one, many = jnp.int32(1), jnp.int32(count + 1)
+    jax.block_until_ready(chain(*arguments, many))
     found = []
     for _ in range(7):
         began = time.perf_counter()
-        jax.block_until_ready(chained(*arguments, 1))
+        jax.block_until_ready(chain(*arguments, one))
         middle = time.perf_counter()
-        jax.block_until_ready(chained(*arguments, count + 1))
+        jax.block_until_ready(chain(*arguments, many))
         found.append((time.perf_counter() - middle - (middle - began)) / count)
     return statistics.median(found)
 
 
-def measure(case: Case) -> dict[str, Any]:
+def kernel_seconds(call: Any, arguments: tuple[Any, Any, Any], times: int) -> float:
+    """Time of a call's kernels on the device: the sum of each kernel's median in a trace of `times` calls."""
+    out: Any = None
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(times):
+                out = call(*arguments)
+            jax.block_until_ready(out)
+        [path] = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
+        found: dict[str, list[float]] = defaultdict(list)
+        for plane in jax.profiler.ProfileData.from_file(path).planes:
+            for line in plane.lines if plane.name.startswith("/device:GPU") else ():
+                for event in line.events if line.name.startswith("Stream") else ():
+                    found[event.name].append(event.duration_ns / 1e9)
+    return sum(statistics.median(each) * (len(each) / times) for each in found.values())
+
+
+def measure(prepared: Prepared) -> dict[str, Any]:
     """One line of the table."""
-    arguments = draw(case)
-    found = error(case, arguments)
-    taken = seconds(arguments, case.calls)
+    case, call = prepared.case, prepared.run.result()
+    arguments = prepared.draw.result()(jnp.int32(time.time_ns() % 2**31))
+    found = error(prepared.sampled.result()(*arguments, *call(*arguments)))
+    taken = kernel_seconds(call, arguments, 4 * case.calls)
+    chain = seconds(prepared.chained.result(), arguments, case.calls)
     operations = 2 * case.batch * case.queries * case.heads * case.top_k * (WIDTH + VALUE)
-    tuning = gpu.tuned(case.batch * case.queries, case.heads, -(-case.top_k // gpu.TILE), case.fp8)
-    line = {"ms": taken * 1e3, "tflops": operations / taken / 1e12, "floor_ms": operations / FLOPS * 1e3}
-    return {**asdict(case), **line, **found, "tuning": str(tuning)}
+    line = {"ms": taken * 1e3, "tflops": operations / taken / 1e12, "chain_ms": chain * 1e3}
+    line["floor_ms"] = operations / FLOPS * 1e3
+    return {**asdict(case), **line, **found, "tuning": str(prepared.tuning)}
+
+
+def show(line: dict[str, Any]) -> None:
+    """Prints a line of the table."""
+    print(
+        f"{line['name']:30s} {line['ms']:9.4f} ms {line['tflops']:5.0f} TFLOP/s chain {line['chain_ms']:.4f} ms "
+        f"floor {line['floor_ms']:.4f} ms error {line['error']:.1e} lse {line['lse_error']:.1e}",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -137,22 +203,17 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="cases whose names hold one of these")
     options = parser.parse_args()
     began, lines = time.monotonic(), []
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, chained calls")
-    for case in CASES:
-        if options.only and not any(part in case.name for part in options.only):
-            continue
-        if time.monotonic() - began > options.seconds:
-            print(f"{case.name}: no time left")
-            continue
-        line = measure(case)
-        lines.append(line)
-        print(
-            f"{case.name:30s} {line['ms']:9.4f} ms {line['tflops']:5.0f} TFLOP/s floor {line['floor_ms']:.4f} ms "
-            f"error {line['error']:.1e} lse {line['lse_error']:.1e}",
-            flush=True,
-        )
-        if options.json is not None:
-            options.json.write_text(json.dumps(lines, indent=1))
+    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}; a call's kernels, their rate; a call in a chain")
+    cases = [case for case in CASES if not options.only or any(part in case.name for part in options.only)]
+    with ThreadPoolExecutor(8) as compiler:
+        for prepared in [prepare(case, compiler) for case in cases]:
+            if time.monotonic() - began > options.seconds:
+                print(f"{prepared.case.name}: no time left")
+                continue
+            lines.append(measure(prepared))
+            show(lines[-1])
+            if options.json is not None:
+                options.json.write_text(json.dumps(lines, indent=1))
 
 
 if __name__ == "__main__":

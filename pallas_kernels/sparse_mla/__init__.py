@@ -21,7 +21,7 @@ from pallas_kernels.lightning_indexer.validate import (
 )
 from pallas_kernels.manual_axes import align
 from pallas_kernels.mxfp8 import Mxfp8
-from pallas_kernels.sparse_mla import dense, gpu, kernel_dsa, kl, reference, tpu, xla
+from pallas_kernels.sparse_mla import dense, gpu, gpu_backward, kernel_dsa, kl, reference, tpu, xla
 from pallas_kernels.target import platform
 
 __all__ = [
@@ -101,7 +101,7 @@ def sparse_mla(
     if chosen == "tpu":
         return tpu.sparse_mla(q, latent, indices, latent_width, scale, budget_bytes)
     if chosen == "gpu":
-        return gpu.sparse_mla(q, latent, indices, latent_width, scale, budget_bytes)
+        return gpu_backward.sparse_mla(q, latent, indices, latent_width, scale, budget_bytes)
     return xla.sparse_mla(q, latent, indices, latent_width=latent_width, scale=scale, budget_bytes=budget_bytes)
 
 
@@ -477,7 +477,8 @@ def indexer_kl(
         scale: multiplies the attention's scores.
         budget_bytes: bound on working memory beyond arguments and results; None: `default_budget_bytes()`. The
             smallest block is one query of every batch row.
-        implementation: "xla", "reference", or None for the best one.
+        implementation: "gpu" (NVIDIA Hopper, bfloat16, the Kimi models' widths, with `top_k`), "xla", "reference", or None
+            for the best one.
 
     Returns:
         Nats of each query, float32 or better; 0 for one that sees no key.
@@ -499,7 +500,8 @@ def indexer_kl(
     check_at_least(operation, 1, budget_bytes=budget_bytes, **({} if top_k is None else {"top_k": top_k}))
     arguments = index_q, index_k, index_w, q, latent, w_uk
     q_positions = q_positions.astype(jnp.int32)
-    if _choose(operation, implementation) == "reference":
+    chosen = _choose(operation, implementation, lambda: kl.gpu_obstacle(index_k, q, latent, w_uk, top_k))
+    if chosen == "reference":
         return reference.indexer_kl(
             *arguments,
             top_k=top_k,
@@ -516,6 +518,7 @@ def indexer_kl(
         key_segment_ids=key_segment_ids,
         scale=scale,
         budget_bytes=budget_bytes,
+        form="kernels" if chosen == "gpu" else "mask",
     )
 
 

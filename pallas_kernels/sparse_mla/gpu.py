@@ -1,6 +1,6 @@
 """Pallas Mosaic GPU for Hopper: bfloat16 queries over bfloat16 or FP8 latents, summed in float32."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,8 @@ class Tuning:
         doubled: of a tile's nine chunks, how many have two places in shared memory.
         parked: heads whose sums, for 64 channels of each warpgroup, lie in shared memory while it scores.
         registers: of a thread that sums (and scores, when paired), one that scores, one that copies.
+        copiers: warpgroups that copy, and unpack FP8.
+        turns: places for the probabilities of a tile: with two, a tile's are written while the last one's are read.
     """
 
     heads: int
@@ -45,6 +47,8 @@ class Tuning:
     doubled: int
     parked: int
     registers: tuple[int, int, int]
+    copiers: int = 1
+    turns: int = 1
 
 
 def obstacle(width: int, dtype: DTypeLike, latent: Latent, latent_width: int) -> str | None:
@@ -90,12 +94,13 @@ def tuned(queries: int, heads: int, tiles: int, packed: bool, blocks: int = 132)
         key=lambda count: (-(-items * count // blocks)) * (-(-tiles // count) + _OVERHEAD + (count > 1)),
     )
     if paired and packed:
-        return Tuning(share, splits, True, 0, 48, (232, 232, 40))
+        return Tuning(share, splits, True, 0, 48, (224, 224, 32), copiers=2)
     if paired:
         return Tuning(share, splits, True, 1, 32, (240, 240, 24))
     registers = (160, 128, 64) if packed else (168, 128, 40) if share > 48 else (152, 128, 40)
-    room = 225 * 1024 - shared_bytes(Tuning(share, splits, False, 0, 0, registers), packed)
-    return Tuning(share, splits, False, min(9, room // (TILE * 128)), 0, registers)
+    least = Tuning(share, splits, False, 0, 0, registers, turns=2 if packed else 1)
+    room = 225 * 1024 - shared_bytes(least, packed)
+    return replace(least, doubled=min(9, room // (TILE * 128)))
 
 
 def shared_bytes(tuning: Tuning, packed: bool) -> int:
@@ -105,9 +110,9 @@ def shared_bytes(tuning: Tuning, packed: bool) -> int:
     """
     keys, scorers = (9 + tuning.doubled) * TILE * 128, 2 if tuning.paired else 1
     share = tuning.heads // scorers
-    state = 4 * scorers * (7 * share + 128 * -(-share // 32))
+    state = 4 * scorers * (8 * share + 128 * -(-share // 32))
     scales = 2 * TILE * 16 if packed else 0
-    return keys + (9 + 1) * 128 * tuning.heads + state + scales + 2 * 4 * TILE * tuning.parked
+    return keys + (9 + tuning.turns) * 128 * tuning.heads + state + scales + 2 * 4 * TILE * tuning.parked
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))

@@ -50,16 +50,23 @@ def attend_rows(
     threads: Any = gpu_threads if interpret is None else gpu_plain
     queries, all_heads, _ = q.shape
     heads, splits, doubled, parked = tuning.heads, tuning.splits, tuning.doubled, tuning.parked
+    copiers = tuning.copiers
     pieces, tiles = all_heads // heads, indices.shape[0] // queries // TILE
     num_rows, per_batch = latent.shape[0] // batch, queries // batch
     slots, copier = _CHUNKS + doubled, 2 if tuning.paired else 3
     packed = latent.dtype == jnp.uint8
     order = _ORDER_OF_PAIRS if packed else _ORDER
     share = heads // 2 if tuning.paired else heads  # heads that a warpgroup scores
+    scorers, turns = 2 if tuning.paired else 1, tuning.turns
+    early = packed  # numbers of rows are loaded before a tile is scored, not after
 
     def slot_of(place: int, tile: Any) -> Any:
         """Where a tile's chunk lies: the first `doubled` of them have two places in turn."""
         return jnp.int32(place) if place >= doubled else place + _CHUNKS * lax.rem(tile, 2)
+
+    def turn_of(tile: Any) -> Any:
+        """Where a tile's probabilities lie."""
+        return lax.rem(tile, turns) if turns > 1 else jnp.int32(0)
 
     def kernel(q: Any, latent: Any, indices: Any, out: Any, lse: Any, **m: Any) -> None:
         group = lax.axis_index("warpgroup")
@@ -70,83 +77,112 @@ def attend_rows(
         keys_from = query * (tiles * TILE) + begin * TILE
         first_row = lax.div(query, per_batch) * num_rows
         out_row = (split * queries + query) * all_heads + piece * heads
-        threads.start_barriers(m["full"], slots)
+        threads.start_barriers(m["full"], slots, copiers)
+
+        def wait_for_place(place: int, tile: Any) -> None:
+            if place:
+                plgpu.barrier_wait(m["empty"].at[slot_of(place, tile)])
+            else:
+                plgpu.barrier_wait(m["scored"].at[lax.rem(tile, 2) if doubled else 0])
+
+        def until_free(place: int, tile: Any) -> Any:
+            pl.when(tile >= (2 if place < doubled else 1))(lambda: wait_for_place(place, tile))
+            return slot_of(place, tile)
 
         def copy() -> None:
             plgpu.set_max_registers(tuning.registers[2], action="decrease")
-            for place, chunk in enumerate(order):
-                source = q.at[query, pl.ds(piece * heads, heads), pl.ds(chunk * CHUNK, CHUNK)]
-                plgpu.copy_gmem_to_smem(source, m["queries"].at[place], m["asked"])
+            part = group - copier
 
-            def wait_for_place(place: int, tile: Any) -> None:
-                if place:
-                    plgpu.barrier_wait(m["empty"].at[slot_of(place, tile)])
-                else:
-                    plgpu.barrier_wait(m["scored"].at[lax.rem(tile, 2) if doubled else 0])
-
-            def copy_packed(rows: Any, following: Any, tile: Any, until_free: Callable[[int], Any]) -> None:
-                """All codes of a tile are on their way before the first are turned into values."""
-                threads.expect(latent, following, first_row, num_rows=num_rows)
-                scales = m["scales"].at[lax.rem(tile, 2)]
-                pairs = [(place, order[place] // 2) for place in range(1, _CHUNKS, 2)]
-                numbers = []
-                for place, pair in pairs:
-                    numbers.append((until_free(place), until_free(place + 1)))
-                    threads.copy_codes(
-                        latent,
-                        rows,
-                        first_row,
-                        m["keys"].at[numbers[-1][1]],
-                        scales,
-                        num_rows=num_rows,
-                        begin=2 * CHUNK * pair,
-                        scale=VALUE if place == 1 else None,
-                    )
-                for i, (_, pair) in enumerate(pairs):
-                    threads.unpack_codes(
-                        (m["keys"].at[numbers[i][0]], m["keys"].at[numbers[i][1]]),
-                        scales,
-                        m["full"],
-                        numbers[i],
-                        scale=pair,
-                        pending=len(pairs) - 1 - i,
-                        warpgroup=copier,
-                    )
-
-            def one(tile: Any, carry: tuple[Any]) -> tuple[Any]:
-                (rows,) = carry
-
-                def until_free(place: int) -> Any:
-                    pl.when(tile >= (2 if place < doubled else 1))(lambda: wait_for_place(place, tile))
-                    return slot_of(place, tile)
-
+            @pl.when(part == 0)
+            def _() -> None:
                 for place, chunk in enumerate(order):
-                    if packed and place:
-                        continue
-                    slot = until_free(place)
-                    begin = VALUE + VALUE // 32 if packed else 2 * CHUNK * chunk
-                    target = m["keys"].at[slot]
-                    threads.gather(latent, rows, first_row, target, m["full"], slot, num_rows=num_rows, begin=begin)
-                if packed:
-                    following = threads.rows_to_gather(indices, keys_from + jnp.minimum(tile + 1, count - 1) * TILE)
-                    copy_packed(rows, following, tile, until_free)
-                    return (following,)
-                following = jnp.minimum(tile + 1, count - 1)
-                return (threads.rows_to_gather(indices, keys_from + following * TILE),)
+                    source = q.at[query, pl.ds(piece * heads, heads), pl.ds(chunk * CHUNK, CHUNK)]
+                    plgpu.copy_gmem_to_smem(source, m["queries"].at[place], m["asked"])
 
-            lax.fori_loop(0, count, one, (threads.rows_to_gather(indices, keys_from),))
+            def rows_of(tile: Any) -> Any:
+                base = keys_from + jnp.minimum(tile, count - 1) * TILE
+                return threads.rows_to_gather(indices, base, part, copiers)
+
+            def gather(rows: Any, tile: Any, place: int, begin: int) -> None:
+                slot = until_free(place, tile)
+                threads.gather(
+                    latent,
+                    rows,
+                    first_row,
+                    m["keys"].at[slot],
+                    m["full"],
+                    slot,
+                    part,
+                    parts=copiers,
+                    num_rows=num_rows,
+                    begin=begin,
+                )
+
+            (copy_packed if packed else copy_plain)(part, rows_of, gather)
             for place in range(_CHUNKS):  # barriers must be even
                 if place < doubled:
                     pl.when(count > 1)(functools.partial(wait_for_place, place, count))
                 wait_for_place(place, count - 1)
+
+        def copy_plain(part: Any, rows_of: Callable[[Any], Any], gather: Callable[..., None]) -> None:
+            del part
+
+            def one(tile: Any, carry: tuple[Any]) -> tuple[Any]:
+                following = rows_of(tile + 1)
+                for place, chunk in enumerate(order):
+                    gather(carry[0], tile, place, 2 * CHUNK * chunk)
+                return (following,)
+
+            lax.fori_loop(0, count, one, (rows_of(0),))
+
+        def copy_packed(part: Any, rows_of: Callable[[Any], Any], gather: Callable[..., None]) -> None:
+            """All codes of a tile are on their way before the first are turned into values."""
+            pairs = [(place, order[place] // 2) for place in range(1, _CHUNKS, 2)]
+
+            def one(tile: Any, carry: tuple[Any]) -> tuple[Any]:
+                (rows,) = carry
+                following = rows_of(tile + 1)
+                scales = m["scales"].at[lax.rem(tile, 2)]
+                gather(rows, tile, 0, VALUE + VALUE // 32)
+                slots = []
+                for place, pair in pairs:
+                    slots.append((until_free(place, tile), until_free(place + 1, tile)))
+                    threads.copy_codes(
+                        latent,
+                        rows,
+                        first_row,
+                        m["keys"].at[slots[-1][1]],
+                        scales,
+                        part,
+                        parts=copiers,
+                        num_rows=num_rows,
+                        begin=2 * CHUNK * pair,
+                        scale=VALUE if place == 1 else None,
+                    )
+                for number, (_, pair) in enumerate(pairs):
+                    threads.unpack_codes(
+                        (m["keys"].at[slots[number][0]], m["keys"].at[slots[number][1]]),
+                        scales,
+                        m["full"],
+                        slots[number],
+                        part,
+                        parts=copiers,
+                        scale=pair,
+                        pending=len(pairs) - 1 - number,
+                    )
+                # Nothing waits for the copying warpgroup now.
+                threads.expect(latent, following, first_row, parts=copiers, num_rows=num_rows)
+                return (following,)
+
+            lax.fori_loop(0, count, one, (rows_of(0),))
 
         def score(tile: Any, which: int) -> Array:
             """Scores of the heads of warpgroup `which`, in registers."""
             columns, odd = pl.ds(which * share, share), lax.rem(tile, 2)
 
             def all_chunks(scores: Any) -> Array:
-                def one(place: Any, slot: Any, parity: Any) -> None:
-                    threads.wait(m["full"], slot, parity)
+                def one(place: Any, slot: Any, parity: Any, shown: bool) -> None:
+                    threads.wait(m["full"], slot, parity, shown=shown)
                     threads.multiply(scores, m["keys"].at[slot], m["queries"].at[place, columns])
 
                 if tuning.paired:  # a loop takes fewer registers; where it ends mustn't be known, or it is unrolled
@@ -154,14 +190,16 @@ def attend_rows(
                     def step(place: Any, carry: tuple[()]) -> tuple[()]:
                         twice = place < doubled
                         slot = jnp.where(twice, place + odd * _CHUNKS, place)
-                        one(place, slot, jnp.where(twice, lax.rem(lax.div(tile, 2), 2), odd))
+                        one(place, slot, jnp.where(twice, lax.rem(lax.div(tile, 2), 2), odd), packed)
                         return carry
 
-                    lax.fori_loop(0, _CHUNKS + lax.div(item, 1 << 30), step, ())
+                    if packed:
+                        one(0, slot_of(0, tile), lax.rem(lax.div(tile, 2), 2) if doubled else odd, False)
+                    lax.fori_loop(int(packed), _CHUNKS + lax.div(item, 1 << 30), step, ())
                 else:
                     for place in range(_CHUNKS):
                         parity = lax.rem(lax.div(tile, 2), 2) if place < doubled else odd
-                        one(place, slot_of(place, tile), parity)
+                        one(place, slot_of(place, tile), parity, packed and place > 0)
                 threads.until_added(0)
                 return scores[...]
 
@@ -169,59 +207,71 @@ def attend_rows(
             plgpu.barrier_arrive(m["scored"].at[odd if doubled else 0])
             return scores
 
-        def weigh(scores: Array, tile: Any, which: int, warpgroup: int) -> None:
-            """Turns scores into probabilities, once all have read those of the tile before."""
-            rows = threads.rows_to_score(indices, keys_from + tile * TILE)
+        def score_and_weigh(tile: Any, which: int, warpgroup: int) -> Any:
+            """Probabilities of a tile, once all have read those that lay there; returns parts of their sums."""
+            base = keys_from + tile * TILE
+            rows = threads.rows_to_score(indices, base) if early else None
+            scores = score(tile, which)
+            rows = rows if early else threads.rows_to_score(indices, base)
 
-            @pl.when(tile > 0)
-            def _() -> None:
-                plgpu.barrier_wait(m["taken"])
+            turn = turn_of(tile)
+            pl.when(tile >= turns)(lambda: plgpu.barrier_wait(m["taken"].at[turn]))
 
-            threads.softmax(
+            parts = threads.softmax(
                 scores,
                 rows,
                 m["state"].at[which],
-                m["changed"].at[pl.ds(which, 1)],
-                m["weights"].at[pl.ds(which * share, share)],
+                m["changed"].at[pl.ds(turn * scorers + which, 1)],
+                m["weights"].at[turn, pl.ds(which * share, share)],
+                turn,
                 heads=share,
                 num_rows=num_rows,
                 scale=scale,
                 warpgroup=warpgroup,
             )
-            plgpu.barrier_arrive(m["given"])
+            plgpu.barrier_arrive(m["given"].at[turn])
+            return parts
 
         def add(tile: Any, which: int, blocks: list[tuple[int, int, int]], sums: tuple[Any, ...]) -> None:
             """Adds a tile's products to the sums of a warpgroup's channels."""
-            plgpu.barrier_wait(m["given"])
-            threads.fence()
+            turn = turn_of(tile)
+            plgpu.barrier_wait(m["given"].at[turn])
+            # In the other forms this warpgroup, when it scored, or who wrote values has shown them to the matrix unit.
+            if not (tuning.paired or packed):
+                threads.fence()
             if parked:
                 sums[-1][...] = threads.take_back(m["aside"].at[which], parked)
-            for part in range(heads // share):
+            for part in range(scorers):
 
-                @pl.when(m["changed"][part] != 0)
+                @pl.when(m["changed"][turn * scorers + part] != 0)
                 def _(part: int = part) -> None:
                     state = m["state"].at[part]
                     for (_, column, _), total in zip(blocks, sums, strict=True):
                         total[...] = threads.scale_down(
-                            total[...], state, heads=share, begin=part * share, column=column
+                            total[...], state, turn, heads=share, begin=part * share, column=column
                         )
 
             places = [order.index(which * _HALF + i) for i in range(_HALF)]
             for (i, column, size), total in zip(blocks, sums, strict=True):
-                values, weights = m["keys"].at[slot_of(places[i], tile)], m["weights"].at[pl.ds(column, size)]
+                values, weights = m["keys"].at[slot_of(places[i], tile)], m["weights"].at[turn, pl.ds(column, size)]
                 threads.multiply_turned(total, values, weights)
                 if i and not column:
                     threads.until_added(1)  # all but the one just issued
                     plgpu.barrier_arrive(m["empty"].at[slot_of(places[i - 1], tile)])
             threads.until_added(0)
             plgpu.barrier_arrive(m["empty"].at[slot_of(places[-1], tile)])
-            plgpu.barrier_arrive(m["taken"])
+            plgpu.barrier_arrive(m["taken"].at[turn])
+
+        def until_taken() -> None:
+            if turns > 1:
+                pl.when(count > 1)(lambda: plgpu.barrier_wait(m["taken"].at[turn_of(count)]))
+            plgpu.barrier_wait(m["taken"].at[turn_of(count - 1)])
 
         def finish(which: int, blocks: list[tuple[int, int, int]], sums: tuple[Any, ...]) -> None:
             plgpu.barrier_wait(m["done"])
             for (i, column, _), total in zip(blocks, sums, strict=True):
                 first, value = jnp.int32((which * _HALF + i) * CHUNK), total[...]
-                for part in range(heads // share):
+                for part in range(scorers):
                     threads.store(
                         value,
                         m["state"].at[part],
@@ -240,13 +290,13 @@ def attend_rows(
             plgpu.barrier_wait(m["asked"])
 
             def one(tile: Any, carry: tuple[()]) -> tuple[()]:
-                weigh(score(tile, 0), tile, 0, 2)
+                threads.softmax_add(score_and_weigh(tile, 0, 2), m["state"].at[0], heads=heads)
                 return carry
 
             lax.fori_loop(0, count, one, ())
             threads.softmax_end(m["state"].at[0], lse, out_row, heads=heads, warpgroup=2)
             plgpu.barrier_arrive(m["done"])
-            plgpu.barrier_wait(m["taken"])
+            until_taken()
 
         def sum_up(which: int) -> None:
             plgpu.set_max_registers(tuning.registers[0], action="increase")
@@ -264,7 +314,7 @@ def attend_rows(
                     if tuning.paired:
                         if parked:
                             threads.put_aside(sums[-1][...], m["aside"].at[which])
-                        weigh(score(tile, which), tile, which, which)
+                        threads.softmax_add(score_and_weigh(tile, which, which), state, heads=share)
                     add(tile, which, blocks, sums)
                     return carry
 
@@ -272,30 +322,29 @@ def attend_rows(
                 if tuning.paired:
                     threads.softmax_end(state, lse, out_row + which * share, heads=share, warpgroup=which)
                     plgpu.barrier_arrive(m["done"])
-                    plgpu.barrier_wait(m["taken"])
+                    until_taken()
                 finish(which, blocks, sums)
 
             threads.accumulate(all_tiles, [size for _, _, size in blocks], m, group, 0)
 
-        pl.when(group == copier)(copy)
+        pl.when(group >= copier)(copy)
         for which in range(2):
             pl.when(group == which)(functools.partial(sum_up, which))
         if not tuning.paired:
             pl.when(group == 2)(score_only)
 
-    scorers = heads // share
     scratch: dict[str, Any] = {
         "keys": plgpu.SMEM((slots, TILE, CHUNK), jnp.bfloat16, transforms=SWIZZLED),
         "queries": plgpu.SMEM((_CHUNKS, heads, CHUNK), jnp.bfloat16, transforms=SWIZZLED),
-        "weights": plgpu.SMEM((heads, TILE), jnp.bfloat16, transforms=SWIZZLED),
+        "weights": plgpu.SMEM((turns, heads, TILE), jnp.bfloat16, transforms=SWIZZLED),
         "state": plgpu.SMEM((scorers, threads.state_size(share)), jnp.float32),
-        "changed": plgpu.SMEM((scorers,), jnp.int32),
-        "full": threads.full_barriers(slots),
+        "changed": plgpu.SMEM((turns * scorers,), jnp.int32),
+        "full": threads.full_barriers(slots, copiers),
         "empty": plgpu.Barrier(num_arrivals=1, num_barriers=slots),
         "scored": plgpu.Barrier(num_arrivals=scorers, num_barriers=2),
         "asked": plgpu.Barrier(num_arrivals=_CHUNKS),
-        "given": plgpu.Barrier(num_arrivals=scorers),
-        "taken": plgpu.Barrier(num_arrivals=2),
+        "given": plgpu.Barrier(num_arrivals=scorers, num_barriers=turns),
+        "taken": plgpu.Barrier(num_arrivals=2, num_barriers=turns),
         "done": plgpu.Barrier(num_arrivals=scorers),
         **threads.more_scratch(heads),
     }
@@ -309,7 +358,7 @@ def attend_rows(
         out_type=(jax.ShapeDtypeStruct((rows, VALUE), jnp.bfloat16), jax.ShapeDtypeStruct((rows,), jnp.float32)),
         grid=(queries * pieces, splits),
         grid_names=("item", "split"),
-        num_threads=copier + 1,
+        num_threads=copier + copiers,
         thread_name="warpgroup",
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),

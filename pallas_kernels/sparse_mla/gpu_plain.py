@@ -16,9 +16,9 @@ from pallas_kernels.sparse_mla.gpu_threads import CHUNK, FLOOR, SLACK
 _WARPGROUPS, _MOST_TOTALS = 3, 6
 
 
-def full_barriers(count: int) -> Any:
+def full_barriers(count: int, parts: int = 1) -> Any:
     """Barriers that rows arrive at."""
-    return plgpu.Barrier(num_arrivals=1, num_barriers=count)
+    return plgpu.Barrier(num_arrivals=parts, num_barriers=count)
 
 
 def more_scratch(heads: int) -> dict[str, Any]:
@@ -49,14 +49,14 @@ def until_added(count: int) -> None:
     del count
 
 
-def start_barriers(barriers: Any, count: int) -> None:
+def start_barriers(barriers: Any, count: int, parts: int = 1) -> None:
     """Pallas starts its own."""
-    del barriers, count
+    del barriers, count, parts
 
 
-def wait(barriers: Any, slot: Any, parity: Any) -> None:
+def wait(barriers: Any, slot: Any, parity: Any, *, shown: bool = False) -> None:
     """Waits until rows of a slot are there."""
-    del parity
+    del parity, shown
     plgpu.barrier_wait(barriers.at[slot])
 
 
@@ -64,42 +64,64 @@ def fence() -> None:
     """Memory is in order."""
 
 
-def rows_to_gather(indices: Any, base: Any) -> jax.Array:
+def rows_to_gather(indices: Any, base: Any, part: Any = None, parts: int = 1) -> jax.Array:
+    """Row numbers of one of `parts` parts of the tile that begins at indices[base]."""
+    return indices[pl.ds(base + (0 if part is None else part * (TILE // parts)), TILE // parts)]
+
+
+def rows_to_score(indices: Any, base: Any) -> jax.Array:
     """Row numbers of the tile that begins at indices[base]."""
     return indices[pl.ds(base, TILE)]
 
 
-rows_to_score = rows_to_gather
-
-
 def gather(
-    latent: Any, rows: Any, first_row: Any, slot: Any, barriers: Any, number: Any, *, num_rows: int, begin: int
+    latent: Any,
+    rows: Any,
+    first_row: Any,
+    slot: Any,
+    barriers: Any,
+    number: Any,
+    part: Any = None,
+    *,
+    parts: int = 1,
+    num_rows: int,
+    begin: int,
 ) -> None:
     """Copies 128 bytes of each of a tile's rows, zeros for rows that don't exist, and arrives at the barrier."""
     bytes_each = jnp.dtype(latent.dtype).itemsize
     chunk, exists = _take(latent, rows, first_row, num_rows, begin // bytes_each, 128 // bytes_each)
     if latent.dtype == jnp.uint8:
-        chunk = lax.bitcast_convert_type(chunk.reshape(TILE, CHUNK, 2), jnp.bfloat16)
-    slot[...] = jnp.where(exists, chunk, 0)
+        chunk = lax.bitcast_convert_type(chunk.reshape(-1, CHUNK, 2), jnp.bfloat16)
+    slot[_part(part, parts)] = jnp.where(exists, chunk, 0)
     plgpu.barrier_arrive(barriers.at[number])
 
 
 def copy_codes(
-    latent: Any, rows: Any, first_row: Any, room: Any, scales: Any, *, num_rows: int, begin: int, scale: int | None
+    latent: Any,
+    rows: Any,
+    first_row: Any,
+    room: Any,
+    scales: Any,
+    part: Any,
+    *,
+    parts: int,
+    num_rows: int,
+    begin: int,
+    scale: int | None,
 ) -> None:
     """Copies 128 e4m3 codes of each of a tile's rows, zeros for rows that don't exist."""
     codes, exists = _take(latent, rows, first_row, num_rows, begin, 2 * CHUNK)
-    codes = jnp.where(exists, codes, jnp.uint8(0)).reshape(TILE, CHUNK, 2)
-    room[...] = lax.bitcast_convert_type(codes, jnp.bfloat16)
+    codes = jnp.where(exists, codes, jnp.uint8(0)).reshape(-1, CHUNK, 2)
+    room[_part(part, parts)] = lax.bitcast_convert_type(codes, jnp.bfloat16)
     if scale is not None:
         found, _ = _take(latent, rows, first_row, num_rows, scale, 16)
-        found = jnp.where(exists, found, jnp.uint8(0)).reshape(TILE, 4, 4)
-        scales[...] = lax.bitcast_convert_type(found, jnp.float32)
+        found = jnp.where(exists, found, jnp.uint8(0)).reshape(-1, 4, 4)
+        scales[_part(part, parts)] = lax.bitcast_convert_type(found, jnp.float32)
 
 
-def expect(latent: Any, rows: Any, first_row: Any, *, num_rows: int) -> None:
+def expect(latent: Any, rows: Any, first_row: Any, *, parts: int, num_rows: int) -> None:
     """There is no cache."""
-    del latent, rows, first_row, num_rows
+    del latent, rows, first_row, parts, num_rows
 
 
 def unpack_codes(
@@ -107,18 +129,25 @@ def unpack_codes(
     scales: Any,
     barriers: Any,
     numbers: tuple[Any, Any],
+    part: Any,
     *,
+    parts: int,
     scale: int,
     pending: int,
-    warpgroup: int,
 ) -> None:
-    """Turns the codes in the second slot into bf16 values, 64 channels in each slot."""
-    del pending, warpgroup
-    codes = lax.bitcast_convert_type(slots[1][...], jnp.uint8).reshape(TILE, 2 * CHUNK)
-    values = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32) * scales[:, scale : scale + 1]
+    """Turns the codes in the second slot into bf16 values, 64 channels in each slot, and arrives at their barriers."""
+    del pending
+    mine = _part(part, parts)
+    codes = lax.bitcast_convert_type(slots[1][mine], jnp.uint8).reshape(-1, 2 * CHUNK)
+    values = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
+    values = (values * scales[mine][:, scale : scale + 1]).astype(jnp.bfloat16)
     for i in range(2):
-        slots[i][...] = values[:, i * CHUNK : (i + 1) * CHUNK].astype(jnp.bfloat16)
+        slots[i][mine] = values[:, i * CHUNK : (i + 1) * CHUNK]
         plgpu.barrier_arrive(barriers.at[numbers[i]])
+
+
+def _part(part: Any, parts: int) -> Any:
+    return pl.ds(0 if part is None else part * (TILE // parts), TILE // parts)
 
 
 def _take(latent: Any, rows: Any, first_row: Any, num_rows: int, begin: int, size: int) -> tuple[jax.Array, jax.Array]:
@@ -128,15 +157,15 @@ def _take(latent: Any, rows: Any, first_row: Any, num_rows: int, begin: int, siz
 
 
 def state_size(heads: int) -> int:
-    """Numbers in a state: factors of the last tile, references as powers of two, inverse sums, sums."""
-    return 4 * heads
+    """Numbers in a state: factors of the last two tiles, references as powers of two, inverse sums, sums."""
+    return 5 * heads
 
 
 def softmax_start(state: Any, heads: int, warpgroup: int) -> None:
     """Sets references and sums of a query."""
     del warpgroup
-    state[pl.ds(heads, heads)] = jnp.full(heads, FLOOR)
-    state[pl.ds(3 * heads, heads)] = jnp.zeros(heads)
+    state[pl.ds(2 * heads, heads)] = jnp.full(heads, FLOOR)
+    state[pl.ds(4 * heads, heads)] = jnp.zeros(heads)
 
 
 def softmax(
@@ -145,42 +174,49 @@ def softmax(
     state: Any,
     changed: Any,
     probabilities: Any,
+    turn: Any,
     *,
     heads: int,
     num_rows: int,
     scale: float,
     warpgroup: int,
-) -> None:
-    """Writes exp2(score - reference) of a tile, keys contiguous, and adds up the sums."""
+) -> jax.Array:
+    """Writes exp2(score - reference) of a tile, keys contiguous; returns their sums."""
     del warpgroup
     exists = (rows >= 0) & (rows < num_rows)
     scores = jnp.where(exists[:, None], scores * (scale * math.log2(math.e)), -jnp.inf)
-    old, top = state[pl.ds(heads, heads)], jnp.max(scores, axis=0)
+    old, top = state[pl.ds(2 * heads, heads)], jnp.max(scores, axis=0)
     raised = jnp.any(top - old > SLACK)
     new = jnp.where(raised, jnp.maximum(old, top), old)
     factor = jnp.exp2(old - new)
     changed[0] = raised.astype(jnp.int32)
     p = jnp.exp2(scores - new)
     probabilities[...] = p.T.astype(jnp.bfloat16)
-    state[pl.ds(0, heads)] = factor
-    state[pl.ds(heads, heads)] = new
-    state[pl.ds(3 * heads, heads)] = state[pl.ds(3 * heads, heads)] * factor + jnp.sum(p, axis=0)
+    state[pl.ds(turn * heads, heads)] = factor
+    state[pl.ds(2 * heads, heads)] = new
+    state[pl.ds(4 * heads, heads)] = state[pl.ds(4 * heads, heads)] * factor
+    return jnp.sum(p, axis=0)
+
+
+def softmax_add(parts: Any, state: Any, *, heads: int) -> None:
+    """Adds a tile's sums."""
+    state[pl.ds(4 * heads, heads)] = state[pl.ds(4 * heads, heads)] + parts
 
 
 def softmax_end(state: Any, lse: Any, base: Any, *, heads: int, warpgroup: int) -> None:
     """Writes 1 / sum of each head to `state` and its log-sum-exp to lse[base + head]."""
     del warpgroup
-    total = state[pl.ds(3 * heads, heads)]
+    total = state[pl.ds(4 * heads, heads)]
     none = total == 0
     some = jnp.where(none, 1, total)
-    state[pl.ds(2 * heads, heads)] = jnp.where(none, 0, 1 / some)
-    log = (jnp.log2(some) + state[pl.ds(heads, heads)]) * math.log(2)
+    state[pl.ds(3 * heads, heads)] = jnp.where(none, 0, 1 / some)
+    log = (jnp.log2(some) + state[pl.ds(2 * heads, heads)]) * math.log(2)
     lse[pl.ds(base, heads)] = jnp.where(none, -jnp.inf, log)
 
 
-def scale_down(values: Any, state: Any, *, heads: int, begin: int = 0, column: int = 0) -> jax.Array:
+def scale_down(values: Any, state: Any, turn: Any, *, heads: int, begin: int = 0, column: int = 0) -> jax.Array:
     """[64, N] sums of heads column..column + N, those of begin..begin + heads times the factors in `state`."""
-    return values * _spread(state[pl.ds(0, heads)], values.shape[1], begin, column)
+    return values * _spread(state[pl.ds(turn * heads, heads)], values.shape[1], begin, column)
 
 
 def put_aside(values: Any, aside: Any) -> None:
@@ -209,7 +245,7 @@ def store(
     del width
     low, high = max(begin, column), min(begin + heads, column + values.shape[1])
     if low < high:
-        inverse = state[pl.ds(2 * heads, heads)][low - begin : high - begin]
+        inverse = state[pl.ds(3 * heads, heads)][low - begin : high - begin]
         part = values[:, low - column : high - column] * inverse
         out[pl.ds(row + low, high - low), pl.ds(first, CHUNK)] = part.T.astype(out.dtype)
 

@@ -165,8 +165,9 @@ class _Code:
         return value.registers.item()
 
 
-def full_barriers(count: int) -> Any:
+def full_barriers(count: int, parts: int = 1) -> Any:
     """What keeps the barriers that rows arrive at: Pallas' own can't be had in instructions written here."""
+    del parts
     return plgpu.SMEM((2 * count,), jnp.int32)
 
 
@@ -197,8 +198,8 @@ def until_added(count: int) -> None:
     plgpu.wgmma_wait(count)
 
 
-def start_barriers(barriers: Any, count: int) -> None:
-    """Barriers that all threads of the gathering warpgroup arrive at; every thread of the block calls this once."""
+def start_barriers(barriers: Any, count: int, parts: int = 1) -> None:
+    """Barriers that all threads of the copying warpgroups arrive at; every thread of the block calls this once."""
 
     def emit(context: Any, barriers: Any) -> None:
         from jaxlib.mlir.dialects import gpu
@@ -210,7 +211,7 @@ def start_barriers(barriers: Any, count: int) -> None:
 
         def init() -> None:
             for i in range(count):
-                e.asm(None, f"mbarrier.init.shared::cta.b64 [$0+{8 * i}], 128;", "r", base)
+                e.asm(None, f"mbarrier.init.shared::cta.b64 [$0+{8 * i}], {128 * parts};", "r", base)
             e.asm(None, "fence.proxy.async.shared::cta;", "")
 
         e.when(first, init)
@@ -219,8 +220,8 @@ def start_barriers(barriers: Any, count: int) -> None:
     plgpu.inline_mgpu(arg_types=(RAW,))(emit)(barriers)
 
 
-def wait(barriers: Any, slot: Any, parity: Any) -> None:
-    """Waits until rows of a slot are there, and shows them to the matrix unit."""
+def wait(barriers: Any, slot: Any, parity: Any, *, shown: bool = False) -> None:
+    """Waits until rows of a slot are there, and shows them to the matrix unit unless who wrote them did."""
 
     def emit(context: Any, barriers: Any, slot: Any, parity: Any) -> None:
         del context
@@ -229,7 +230,8 @@ def wait(barriers: Any, slot: Any, parity: Any) -> None:
         e.asm(
             None,
             "{ .reg .pred p; WAIT_${:uid}: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; "
-            "@p bra DONE_${:uid}; bra WAIT_${:uid}; DONE_${:uid}: fence.proxy.async.shared::cta; }",
+            "@p bra DONE_${:uid}; bra WAIT_${:uid}; DONE_${:uid}: "
+            + ("}" if shown else "fence.proxy.async.shared::cta; }"),
             "r,r,~{memory}",
             address,
             e.scalar(parity),
@@ -248,23 +250,46 @@ def fence() -> None:
     plgpu.inline_mgpu(arg_types=())(emit)()
 
 
-def rows_to_gather(indices: Any, base: Any) -> Any:
-    """Four private row numbers: those of rows thread / 8 + 16 i of the tile that begins at indices[base]."""
+def rows_to_gather(indices: Any, base: Any, part: Any = None, parts: int = 1) -> Any:
+    """Private row numbers of one of `parts` warpgroups that copy a tile, the one that begins at indices[base].
 
-    def emit(context: Any, indices: Any, base: Any) -> Any:
+    They are those of rows thread / 8 + 16 i of the warpgroup's part of it.
+    """
+    count = TILE // 16 // parts
+
+    def emit(context: Any, indices: Any, base: Any, part: Any) -> Any:
         del context
         e = _Code()
-        place = e.add(e.scalar(base), e.div(e.thread(), 8))
+        place = e.add(e.scalar(base), _first_row(e, part, parts))
         address = e.arith.addi(e.memory(indices), e.arith.muli(e.wide(place), e.integer(4, e.i64)))
-        return e.private(
-            [e.asm(e.i32, f"ld.global.nc.b32 $0, [$1+{64 * i}];", "=r,l", address) for i in range(TILE // 16)]
-        )
+        return e.private([e.asm(e.i32, f"ld.global.nc.b32 $0, [$1+{64 * i}];", "=r,l", address) for i in range(count)])
 
-    return plgpu.inline_mgpu(arg_types=(RAW, SCALAR), return_type=_private(TILE // 16))(emit)(indices, base)
+    return plgpu.inline_mgpu(arg_types=(RAW, SCALAR, SCALAR), return_type=_private(count))(emit)(
+        indices, base, _scalar(part)
+    )
+
+
+def _scalar(part: Any) -> Any:
+    return jnp.int32(0) if part is None else part
+
+
+def _first_row(e: _Code, part: Any, parts: int) -> Any:
+    """The first row of a tile that a thread of a copying warpgroup takes care of; the others come after 16 each."""
+    return e.add(e.mul(e.scalar(part), TILE // parts), e.div(e.thread(), 8))
 
 
 def gather(
-    latent: Any, rows: Any, first_row: Any, slot: Any, barriers: Any, number: Any, *, num_rows: int, begin: int
+    latent: Any,
+    rows: Any,
+    first_row: Any,
+    slot: Any,
+    barriers: Any,
+    number: Any,
+    part: Any = None,
+    *,
+    parts: int = 1,
+    num_rows: int,
+    begin: int,
 ) -> None:
     """Copies 128 bytes of each of a tile's rows, zeros for rows that don't exist, and has the barrier arrive after it.
 
@@ -275,16 +300,19 @@ def gather(
         slot: bf16 [64, 64] in shared memory, swizzled.
         barriers: of the ring.
         number: of the slot.
+        part: which of the copying warpgroups this is.
+        parts: how many there are.
         num_rows: of a batch row.
         begin: first byte of a row.
     """
     row_bytes = latent.shape[1] * jnp.dtype(latent.dtype).itemsize
 
-    def emit(context: Any, latent: Any, rows: Any, first: Any, slot: Any, barriers: Any, number: Any) -> None:
+    def emit(
+        context: Any, latent: Any, rows: Any, first: Any, slot: Any, barriers: Any, number: Any, part: Any
+    ) -> None:
         del context
         e = _Code()
-        thread = e.thread()
-        unit, row = e.rem(thread, 8), e.div(thread, 8)
+        unit, row = e.rem(e.thread(), 8), _first_row(e, part, parts)
         target = e.add(e.shared(slot), e.mul(row, 128), e.mul(e.arith.xori(unit, e.rem(row, 8)), 16))
         source = e.arith.addi(e.memory(latent), e.wide(e.mul(unit, 16)))
         first = e.scalar(first)
@@ -305,13 +333,22 @@ def gather(
         barrier = e.add(e.shared(barriers), e.mul(e.scalar(number), 8))
         e.asm(None, "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", "r,~{memory}", barrier)
 
-    plgpu.inline_mgpu(arg_types=(RAW, per_thread(TILE // 16), SCALAR, TILED, RAW, SCALAR))(emit)(
-        latent, rows, first_row, slot, barriers, number
-    )
+    kinds = (RAW, per_thread(TILE // 16 // parts), SCALAR, TILED, RAW, SCALAR, SCALAR)
+    plgpu.inline_mgpu(arg_types=kinds)(emit)(latent, rows, first_row, slot, barriers, number, _scalar(part))
 
 
 def copy_codes(
-    latent: Any, rows: Any, first_row: Any, room: Any, scales: Any, *, num_rows: int, begin: int, scale: int | None
+    latent: Any,
+    rows: Any,
+    first_row: Any,
+    room: Any,
+    scales: Any,
+    part: Any,
+    *,
+    parts: int,
+    num_rows: int,
+    begin: int,
+    scale: int | None,
 ) -> None:
     """Copies 128 e4m3 codes of each of a tile's rows, zeros for rows that don't exist, as one group of copies.
 
@@ -321,18 +358,19 @@ def copy_codes(
         first_row: of the batch row.
         room: a slot of the ring, whose bytes are those codes until they're unpacked.
         scales: float32 [64, 4] in shared memory.
+        part: which of the copying warpgroups this is.
+        parts: how many there are.
         num_rows: of a batch row.
         begin: first byte of a row.
         scale: byte of a row where its four scales begin, if they're to be copied too.
     """
     row_bytes = latent.shape[1]
 
-    def emit(context: Any, latent: Any, rows: Any, first: Any, room: Any, scales: Any) -> None:
+    def emit(context: Any, latent: Any, rows: Any, first: Any, room: Any, scales: Any, part: Any) -> None:
         del context
         e = _Code()
-        thread = e.thread()
-        unit, row = e.rem(thread, 8), e.div(thread, 8)
-        target = e.add(e.shared(room), e.mul(thread, 16))
+        unit, row = e.rem(e.thread(), 8), _first_row(e, part, parts)
+        target = e.add(e.shared(room), e.mul(row, 128), e.mul(unit, 16))
         scale_target = e.add(e.shared(scales), e.mul(row, 16))
         memory, offset_in_row = e.memory(latent), e.wide(e.mul(unit, 16))
         leader = e.arith.extui(e.i32, e.below(unit, 1))
@@ -347,7 +385,7 @@ def copy_codes(
             e.asm(
                 None,
                 f"cp.async.cg.shared.global [$0+{2048 * i}], [$1+{begin}], 16, $2;",
-                "r,l,r",
+                "r,l,r,~{memory}",
                 target,
                 e.arith.addi(line, offset_in_row),
                 count,
@@ -357,7 +395,7 @@ def copy_codes(
                     None,
                     "{ .reg .pred p; setp.ne.b32 p, $3, 0; "
                     f"@p cp.async.cg.shared.global [$0+{256 * i}], [$1+{scale}], 16, $2; }}",
-                    "r,l,r,r",
+                    "r,l,r,r,~{memory}",
                     scale_target,
                     line,
                     count,
@@ -365,29 +403,32 @@ def copy_codes(
                 )
         e.asm(None, "cp.async.commit_group;", "~{memory}")
 
-    plgpu.inline_mgpu(arg_types=(RAW, per_thread(TILE // 16), SCALAR, TILED, RAW))(emit)(
-        latent, rows, first_row, room, scales
-    )
+    kinds = (RAW, per_thread(TILE // 16 // parts), SCALAR, TILED, RAW, SCALAR)
+    plgpu.inline_mgpu(arg_types=kinds)(emit)(latent, rows, first_row, room, scales, part)
 
 
-def expect(latent: Any, rows: Any, first_row: Any, *, num_rows: int) -> None:
+def expect(latent: Any, rows: Any, first_row: Any, *, parts: int, num_rows: int) -> None:
     """Has the second-level cache fetch a tile's rows."""
     row_bytes = latent.shape[1] * jnp.dtype(latent.dtype).itemsize
 
     def emit(context: Any, latent: Any, rows: Any, first: Any) -> None:
         del context
         e = _Code()
-        place = e.mul(e.rem(e.thread(), 8), 128)
-        memory, first, inside = e.memory(latent), e.scalar(first), e.below(place, row_bytes)
+        memory, first = e.memory(latent), e.scalar(first)
+        inside = e.mul(e.rem(e.thread(), 8), 32)  # of a row, as the cache fetches as little as 32 bytes
         for register in rows.registers.flat:
             index = e.element(register, 0)
-            wanted = e.arith.extui(e.i32, e.arith.andi(inside, e.below(index, num_rows)))
+            exists = e.below(index, num_rows)
             offset = e.arith.muli(e.wide(e.add(index, first)), e.integer(row_bytes, e.i64))
-            address = e.arith.addi(e.arith.addi(memory, offset), e.wide(place))
-            code = "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p prefetch.global.L2 [$0]; }"
-            e.asm(None, code, "l,r", address, wanted)
+            address = e.arith.addi(e.arith.addi(memory, offset), e.wide(inside))
+            for begin in range(0, row_bytes, 256):
+                wanted = (
+                    exists if begin + 256 <= row_bytes else e.arith.andi(exists, e.below(inside, row_bytes - begin))
+                )
+                code = f"{{ .reg .pred p; setp.ne.b32 p, $1, 0; @p prefetch.global.L2 [$0+{begin}]; }}"
+                e.asm(None, code, "l,r", address, e.arith.extui(e.i32, wanted))
 
-    plgpu.inline_mgpu(arg_types=(RAW, per_thread(TILE // 16), SCALAR))(emit)(latent, rows, first_row)
+    plgpu.inline_mgpu(arg_types=(RAW, per_thread(TILE // 16 // parts), SCALAR))(emit)(latent, rows, first_row)
 
 
 def unpack_codes(
@@ -395,71 +436,66 @@ def unpack_codes(
     scales: Any,
     barriers: Any,
     numbers: tuple[Any, Any],
+    part: Any,
     *,
+    parts: int,
     scale: int,
     pending: int,
-    warpgroup: int,
 ) -> None:
-    """Turns the codes in the second slot into bf16 values, 64 channels in each slot.
+    """Turns the codes in the second slot into bf16 values, 64 channels in each slot, and has their barriers arrive.
 
-    Waits until at most `pending` later groups of copies aren't there. A thread reads what it copied itself; all have
-    read before any writes.
+    Waits until at most `pending` later groups of copies aren't there. Of a row, whose codes and half of whose values take
+    the same 128 bytes, eight threads of one warp take care: nothing else is between them and the copies.
     """
 
-    def emit(context: Any, low: Any, high: Any, scales: Any, barriers: Any, first: Any, second: Any) -> None:
+    def emit(context: Any, low: Any, high: Any, scales: Any, barriers: Any, first: Any, second: Any, part: Any) -> None:
         del context
         e = _Code()
-        thread = e.thread()
-        unit, row = e.rem(thread, 8), e.div(thread, 8)
         e.asm(None, f"cp.async.wait_group {pending};", "~{memory}")
-        four = e.llvm.StructType.get_literal([e.i32] * 4)
-        source, words = e.add(e.shared(high), e.mul(thread, 16)), []
-        for i in range(TILE // 16):
-            loaded = e.asm(
-                four,
-                f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{2048 * i}];",
-                "=r,=r,=r,=r,r,~{memory}",
-                source,
-            )
-            words.append([e.llvm.extractvalue(e.i32, loaded, [j]) for j in range(4)])
-        e.sync(warpgroup)
+        e.asm(None, "bar.warp.sync -1;", "~{memory}")  # for the scales, which one of the eight copies
+        unit, row = e.rem(e.thread(), 8), _first_row(e, part, parts)
         upper = e.below(e.integer(3), unit)
+        # Of its 16 codes a thread takes 8 first and 8 then. Which of them is first is such that the eight threads that
+        # store together, and the sixteen that load together, touch all banks.
+        swap = e.arith.xori(e.arith.extui(e.i32, upper), e.rem(row, 2))
+        source = e.add(e.shared(high), e.mul(row, 128), e.mul(unit, 16))
+        sources = [e.add(source, e.mul(e.arith.xori(swap, e.integer(i)), 8)) for i in range(2)]
         base = e.add(e.arith.select(upper, e.shared(high), e.shared(low)), e.mul(row, 128))
-        place = e.mul(e.rem(unit, 4), 2)
-        targets = [e.add(base, e.mul(e.arith.xori(e.add(place, i), e.rem(row, 8)), 16)) for i in range(2)]
+        column = e.arith.xori(e.add(e.mul(e.rem(unit, 4), 2), swap), e.rem(row, 8))
+        targets = [e.add(base, e.mul(e.arith.xori(column, e.integer(i)), 16)) for i in range(2)]
         scale_at = e.add(e.shared(scales), e.mul(row, 16))
         pair = e.llvm.StructType.get_literal([e.i32, e.i32])
-        for i in range(TILE // 16):
-            factor = e.load_shared(scale_at, 256 * i + 4 * scale)
-            for part in range(2):
-                values: list[Any] = []
-                for word in words[i][2 * part : 2 * part + 2]:
-                    one = "cvt.rn.f16x2.e4m3x2 t, {}; mov.b32 {{a, b}}, t; cvt.f32.f16 x, a; cvt.f32.f16 y, b; "
-                    one += "mul.f32 x, x, $3; mul.f32 y, y, $3; cvt.rn.bf16x2.f32 {}, y, x; "
-                    both = e.pure(
-                        pair,
-                        "{ .reg .b16 l, h, a, b; .reg .f32 x, y; .reg .b32 t; mov.b32 {l, h}, $2; "
-                        + one.format("l", "$0")
-                        + one.format("h", "$1")
-                        + "}",
-                        "=&r,=&r,r,f",
-                        word,
-                        factor,
-                    )
-                    values += [e.llvm.extractvalue(e.i32, both, [j]) for j in range(2)]
-                e.asm(
-                    None,
-                    f"st.shared.v4.b32 [$0+{2048 * i}], {{$1, $2, $3, $4}};",
-                    "r,r,r,r,r,~{memory}",
-                    targets[part],
-                    *values,
-                )
+        for begin in range(0, TILE // 16 // parts, 2):
+            loaded = []
+            for i in range(begin, begin + 2):  # before any store, behind which the compiler would leave them
+                factor = e.load_shared(scale_at, 256 * i + 4 * scale)
+                code = f"ld.shared.v2.b32 {{$0, $1}}, [$2+{2048 * i}];"
+                loaded.append((i, factor, [e.asm(pair, code, "=r,=r,r,~{memory}", source) for source in sources]))
+            e.asm(None, "bar.warp.sync -1;", "~{memory}")
+            for i, factor, halves in loaded:
+                for target, words in zip(targets, halves, strict=True):
+                    codes = [e.llvm.extractvalue(e.i32, words, [j]) for j in range(2)]
+                    values = [value for word in codes for value in _four_values(e, word, factor)]
+                    code = f"st.shared.v4.b32 [$0+{2048 * i}], {{$1, $2, $3, $4}};"
+                    e.asm(None, code, "r,r,r,r,r,~{memory}", target, *values)
         e.asm(None, "fence.proxy.async.shared::cta;", "~{memory}")
         for number in (first, second):
             barrier = e.add(e.shared(barriers), e.mul(e.scalar(number), 8))
             e.asm(None, "mbarrier.arrive.release.cta.shared::cta.b64 _, [$0];", "r,~{memory}", barrier)
 
-    plgpu.inline_mgpu(arg_types=(TILED, TILED, RAW, RAW, SCALAR, SCALAR))(emit)(*slots, scales, barriers, *numbers)
+    kinds = (TILED, TILED, RAW, RAW, SCALAR, SCALAR, SCALAR)
+    plgpu.inline_mgpu(arg_types=kinds)(emit)(*slots, scales, barriers, *numbers, part)
+
+
+def _four_values(e: _Code, codes: Any, scale: Any) -> list[Any]:
+    """bfloat16 products of four e4m3 codes and a scale, two in a register: float32 products, rounded once."""
+    pair = e.llvm.StructType.get_literal([e.i32, e.i32])
+    two = "cvt.rn.f16x2.e4m3x2 t, {}; mov.b32 {{a, b}}, t; cvt.f32.f16 x, a; cvt.f32.f16 y, b; "
+    two += "mul.f32 x, x, $3; mul.f32 y, y, $3; cvt.rn.bf16x2.f32 {}, y, x; "
+    code = "{ .reg .b16 l, h, a, b; .reg .f32 x, y; .reg .b32 t; mov.b32 {l, h}, $2; "
+    code += two.format("l", "$0") + two.format("h", "$1") + "}"
+    both = e.pure(pair, code, "=&r,=&r,r,f", codes, scale)
+    return [e.llvm.extractvalue(e.i32, both, [j]) for j in range(2)]
 
 
 def rows_to_score(indices: Any, base: Any) -> Any:
@@ -503,21 +539,21 @@ def softmax_start(state: Any, heads: int, warpgroup: int) -> None:
 
 def state_size(heads: int) -> int:
     """Numbers in a state."""
-    return 3 * heads + 4 * heads + 128 * sums_per_thread(heads)
+    return 4 * heads + 4 * heads + 128 * sums_per_thread(heads)
 
 
 def _state(e: _Code, state: Any, heads: int) -> dict[str, Any]:
     """Addresses of a state's parts.
 
-    For each head the factor of the last tile, the reference as a power of two and 1 / sum; a row for each warp; sums.
+    For each head the factors of the last two tiles, the reference as a power of two and 1 / sum; a row for each warp; sums.
     """
     base = e.shared(state)
     return {
-        "factor": base,
-        "reference": e.add(base, 4 * heads),
-        "inverse": e.add(base, 8 * heads),
-        "warps": e.add(base, 12 * heads),
-        "sums": e.add(base, 28 * heads),
+        "factors": base,
+        "reference": e.add(base, 8 * heads),
+        "inverse": e.add(base, 12 * heads),
+        "warps": e.add(base, 16 * heads),
+        "sums": e.add(base, 32 * heads),
     }
 
 
@@ -527,24 +563,26 @@ def softmax(
     state: Any,
     changed: Any,
     probabilities: Any,
+    turn: Any,
     *,
     heads: int,
     num_rows: int,
     scale: float,
     warpgroup: int,
-) -> None:
-    """Writes exp2(score - reference) of a tile to shared memory, keys contiguous, and adds up the sums.
+) -> Any:
+    """Writes exp2(score - reference) of a tile to shared memory, keys contiguous; returns parts of their sums.
 
     A head's reference is the largest score that it had when it was last set: sums are floating-point numbers, so nothing
     is lost until a score exceeds it by many powers of two. Then `changed` is set, and what was summed has to be
-    multiplied by the factors in `state`.
+    multiplied by the factors in `state`, in its place number `turn` of two.
     """
     groups, unit = heads // 8, scale * math.log2(math.e)
 
-    def emit(context: Any, scores: Any, rows: Any, state: Any, changed: Any, probabilities: Any) -> None:
+    def emit(context: Any, scores: Any, rows: Any, state: Any, changed: Any, probabilities: Any, turn: Any) -> Any:
         del context
         e = _Code()
         at = _state(e, state, heads)
+        factors = e.add(at["factors"], e.mul(e.scalar(turn), 4 * heads))
         thread = e.thread()
         warp, lane = e.div(thread, 32), e.rem(thread, 32)
         column = e.mul(e.rem(lane, 4), 2)
@@ -597,14 +635,14 @@ def softmax(
                 for w in range(4):
                     new = e.larger(new, e.load_shared(e.add(at["warps"], mine), 4 * heads * w))
                 e.store_shared(e.add(at["reference"], mine), new)
-                e.store_shared(e.add(at["factor"], mine), e.exp2(e.arith.subf(old, new)))
+                e.store_shared(e.add(factors, mine), e.exp2(e.arith.subf(old, new)))
 
             e.when(e.below(thread, heads), one)
             e.when(first, lambda: e.asm(None, "st.shared.b32 [$0], $1;", "r,r", flag, e.integer(1)))
             e.sync(warpgroup)
             for i in range(sums_per_thread(heads)):
                 head, _ = _owned(e, lane, i, groups)
-                by = e.load_shared(e.add(at["factor"], e.mul(head, 4)))
+                by = e.load_shared(e.add(factors, e.mul(head, 4)))
                 e.store_shared(own_sums, e.arith.mulf(e.load_shared(own_sums, 512 * i), by), 512 * i)
 
         def keep_references() -> None:
@@ -635,6 +673,25 @@ def softmax(
                     *packed,
                 )
                 packed = []
+        e.asm(None, "fence.proxy.async.shared::cta;", "~{memory}")
+        return e.private([e.arith.bitcast(e.i32, value) for value in sums])
+
+    kinds = (plgpu.Layout.WGMMA, per_thread(2), RAW, RAW, TILED, SCALAR)
+    return plgpu.inline_mgpu(arg_types=kinds, return_type=_private(2 * groups))(emit)(
+        scores, rows, state, changed, probabilities, turn
+    )
+
+
+def softmax_add(parts: Any, state: Any, *, heads: int) -> None:
+    """Adds a tile's sums, as `softmax` returns their parts, to those in `state`."""
+    groups = heads // 8
+
+    def emit(context: Any, parts: Any, state: Any) -> None:
+        del context
+        e = _Code()
+        lane = e.rem(e.thread(), 32)
+        own_sums = e.add(_state(e, state, heads)["sums"], e.mul(e.thread(), 4))
+        sums = [e.arith.bitcast(e.f32, e.element(register, 0)) for register in parts.registers.flat]
         for bit, size in zip((16, 8, 4), _halvings(2 * groups), strict=True):
             sums += [e.number(0.0)] * (2 * size - len(sums))
             upper = e.arith.cmpi(e.arith.CmpIPredicate.ne, e.arith.andi(lane, e.integer(bit)), e.integer(0))
@@ -647,11 +704,8 @@ def softmax(
             ]
         for i, value in enumerate(sums):
             e.store_shared(own_sums, e.arith.addf(e.load_shared(own_sums, 512 * i), value), 512 * i)
-        e.asm(None, "fence.proxy.async.shared::cta;", "~{memory}")
 
-    plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, per_thread(2), RAW, RAW, TILED))(emit)(
-        scores, rows, state, changed, probabilities
-    )
+    plgpu.inline_mgpu(arg_types=(per_thread(2 * groups), RAW))(emit)(parts, state)
 
 
 def _owned(e: _Code, lane: Any, index: int, groups: int) -> tuple[Any, Any]:
@@ -716,19 +770,21 @@ def softmax_end(state: Any, lse: Any, base: Any, *, heads: int, warpgroup: int) 
     plgpu.inline_mgpu(arg_types=(RAW, RAW, SCALAR))(emit)(state, lse, base)
 
 
-def scale_down(values: Any, state: Any, *, heads: int, begin: int = 0, column: int = 0) -> Any:
+def scale_down(values: Any, state: Any, turn: Any, *, heads: int, begin: int = 0, column: int = 0) -> Any:
     """float32 [64, N] sums of heads column..column + N, those of begin..begin + heads times the factors in `state`.
 
     A pair of columns at a time, to save registers.
     """
     width = values.shape[1]
 
-    def emit(context: Any, values: Any, state: Any) -> Any:
+    def emit(context: Any, values: Any, state: Any, turn: Any) -> Any:
         from jaxlib.mlir.dialects import vector
 
         del context
         e = _Code()
-        factor = e.add(_state(e, state, heads)["factor"], e.mul(e.rem(e.thread(), 4), 8))
+        factor = e.add(
+            _state(e, state, heads)["factors"], e.mul(e.scalar(turn), 4 * heads), e.mul(e.rem(e.thread(), 4), 8)
+        )
         out = values.registers.copy()
         result = out.reshape(width // 8, 2)
         assert result.base is out
@@ -745,7 +801,7 @@ def scale_down(values: Any, state: Any, *, heads: int, begin: int = 0, column: i
         return mgpu.FragmentedArray(_registers=out, _layout=values.layout, _is_signed=None)
 
     kind = plgpu.ShapeDtypeStruct((CHUNK, width), jnp.dtype(jnp.float32), layout=plgpu.Layout.WGMMA)
-    return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, RAW), return_type=kind)(emit)(values, state)
+    return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, RAW, SCALAR), return_type=kind)(emit)(values, state, turn)
 
 
 def put_aside(values: Any, aside: Any) -> None:

@@ -7,11 +7,11 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.fp8_latent import Fp8Latent
-from pallas_kernels.lightning_indexer import TwoStage, lightning_indexer
+from pallas_kernels.lightning_indexer import TwoStage, lightning_indexer, tpu_two_stage
 from pallas_kernels.lightning_indexer import tpu as indexer_tpu
 from pallas_kernels.lightning_indexer.blocks import in_blocks, plan
 from pallas_kernels.mxfp8 import Mxfp8
-from pallas_kernels.sparse_mla import gpu, tpu
+from pallas_kernels.sparse_mla import gpu, gpu_backward, tpu
 from pallas_kernels.sparse_mla.absorbed import absorb, expand
 from pallas_kernels.sparse_mla.attend import constant_apart, together
 
@@ -50,9 +50,9 @@ def tpu_obstacle(
     named: bool,
 ) -> str | None:
     """Why TPU kernels can't run for this call, or nobody should get them who doesn't name them, or None."""
-    if two_stage is not None:
-        return "the selection in two stages has no TPU kernel yet."
     problem = _nothing_selected(index_k, top_k, form) or indexer_tpu.obstacle(index_q, index_k, index_w, top_k, named)
+    if two_stage is not None:
+        problem = problem or tpu_two_stage.unfit(index_k, two_stage, top_k)
     absorbed = (*q.shape[:3], latent.shape[2])
     problem = problem or tpu.obstacle(absorbed, q.dtype, latent, w_uk.shape[2], named=named)
     if problem is None and not named and index_k.shape[1] < TPU_KEYS:
@@ -109,7 +109,7 @@ def dsa_mla(
     row = batch * heads * (latent.shape[2] + 2 * width) * q.dtype.itemsize
     blocks = plan(1, queries, fits=budget_bytes // (2 * row), wanted=queries)
 
-    attend = {"gpu": gpu.sparse_mla, "tpu": tpu.sparse_mla}[kernel]
+    attend: Any = {"gpu": gpu_backward.sparse_mla, "tpu": tpu.sparse_mla}[kernel]
 
     def block(sliced: jax.Array, shared: tuple, constants: Any) -> tuple[jax.Array, None]:
         keys, up_k, up_v = shared

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.sparse_mla import indexer_kl
+from pallas_kernels.sparse_mla import indexer_kl, kl
 
 B, T, H, N, R, L, HI, K = 2, 12, 3, 8, 4, 16, 2, 8
 SCALE = (N + R) ** -0.5
@@ -140,3 +140,30 @@ def test_arguments_are_checked() -> None:
         run(given, positions, top_k=None, budget_bytes=0)
     with pytest.raises(ValueError, match=r"indexer_kl: q leaves 5 channels .* latent leaves 4"):
         run(given | {"q": np.zeros((B, T, H, N + 5))}, positions, top_k=None)
+
+
+@pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["one sequence", "packed"])
+def test_gathering_what_was_selected_changes_nothing(segments: np.ndarray | None) -> None:
+    positions = (
+        np.where(np.arange(T) < 10, np.arange(T), -1) if segments is None else np.where(SEGMENTS < 0, -1, np.arange(T))
+    )
+    positions = np.broadcast_to(positions, (B, T))
+    given = inputs(7)
+    with jax.enable_x64():
+        arrays = [jnp.asarray(x) for x in given.values()]
+        ids = None if segments is None else jnp.asarray(segments, jnp.int32)
+        options: Any = {"top_k": 3, "segment_ids": ids, "key_segment_ids": ids, "scale": SCALE}
+        options["q_positions"] = jnp.asarray(positions, jnp.int32)
+
+        def loss(index_q: jax.Array, index_k: jax.Array, index_w: jax.Array, form: Any, budget: int) -> Any:
+            nats = kl.indexer_kl(index_q, index_k, index_w, *arrays[3:], **options, form=form, budget_bytes=budget)
+            return jnp.sum(jnp.arange(B * T).reshape(B, T) * nats), nats
+
+        pull = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)
+        want = pull(*arrays[:3], "mask", 2**28)
+        np.testing.assert_allclose(np.asarray(want[0][1]), oracle(given, positions, 3, segments), rtol=1e-9, atol=1e-12)
+        for budget in (2**28, 3000):
+            got = pull(*arrays[:3], "gather", budget)
+            jax.tree.map(
+                lambda x, y: np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-9, atol=1e-12), got, want
+            )

@@ -1,6 +1,7 @@
 """The Hopper kernel of sparse MLA, interpreted on a CPU or lowered for a GPU that isn't there; FP8 latents everywhere."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.dispatch import UnsupportedImplementationError
 from pallas_kernels.fp8_latent import Fp8Latent
-from pallas_kernels.sparse_mla import dsa_mla, gpu, kernel_dsa, paged_sparse_mla, sparse_mla, specs, xla
+from pallas_kernels.sparse_mla import dsa_mla, gpu, gpu_backward, kernel_dsa, paged_sparse_mla, sparse_mla, specs, xla
 from pallas_kernels.sparse_mla.gpu import Tuning
 
 BF16 = jnp.dtype("bfloat16")
@@ -86,11 +87,15 @@ def test_scores_that_grow_from_tile_to_tile_are_rescaled() -> None:
     latent[0, :, 0] = np.repeat([0.0, 64.0, 128.0], 64)
     q[0, 0, :, 0] = np.linspace(-96, 96, PAIRED.heads).astype(BF16)
     indices = np.arange(192)[None, None]
-    for tuning in (PAIRED, replace(PLAIN, heads=32)):
+    for tuning in (PAIRED, replace(PLAIN, heads=32, turns=2)):
         check(run(tuning, q, latent, indices), oracle(q, latent, indices))
 
 
-@pytest.mark.parametrize("tuning", [replace(PLAIN, doubled=1), replace(PAIRED, doubled=0)], ids=["plain", "paired"])
+@pytest.mark.parametrize(
+    "tuning",
+    [replace(PLAIN, doubled=1, turns=2), replace(PAIRED, doubled=0, copiers=2)],
+    ids=["two places for probabilities", "paired, two copy"],
+)
 def test_fp8_latents_in_parts(tuning: Tuning) -> None:
     q, latent = draw(1, 1, tuning.heads, WIDTH, seed=0, times=6), draw(1, 70, WIDTH, seed=1, times=0.25)
     indices = np.random.default_rng(2).integers(-9, 79, (1, 1, 128))
@@ -171,8 +176,8 @@ def test_real_shapes_fit_a_multiprocessor() -> None:
             assert gpu.shared_bytes(tuning, packed) <= 227 * 1024 - 1024
             assert tuning.heads % (32 if tuning.paired else 16) == 0
             assert tuning.heads * -(-spec.heads // tuning.heads) - spec.heads < 32
-            threads = (2, 0, 1) if tuning.paired else (2, 1, 1)
-            most = 3 * 168 if tuning.paired else 4 * 128
+            threads = (2, 0 if tuning.paired else 1, tuning.copiers)
+            most = {3: 3 * 168, 4: 4 * 128}[sum(threads)]  # those of 64 Ki that a thread has at launch, in eights
             assert sum(count * size for count, size in zip(threads, tuning.registers, strict=True)) <= most
             assert 1 <= tuning.splits <= -(-spec.top_k // 64)
 
@@ -227,7 +232,12 @@ def test_selected_keys_are_handed_to_the_kernel(monkeypatch: pytest.MonkeyPatch)
     def forward(q, latent, indices, scale, tuning):
         return xla.sparse_mla(q, latent, indices, latent_width=VALUE, scale=scale, budget_bytes=2**28)
 
+    def gradient(q, latent, indices, o, lse, do, dlse, scale, tuning):
+        run = partial(xla.sparse_mla, indices=indices, latent_width=VALUE, scale=scale, budget_bytes=2**28)
+        return jax.vjp(run, q, latent)[1]((do, dlse))
+
     monkeypatch.setattr(gpu, "attend", forward)
+    monkeypatch.setattr(gpu_backward, "gradient", gradient)
     shapes = {"index_q": (2, 7, 2, 8), "index_k": (2, 40, 8), "index_w": (2, 7, 2), "q": (2, 7, 3, 16 + 64)}
     shapes |= {"latent": (2, 40, WIDTH), "w_uk": (3, 16, VALUE), "w_uv": (3, 16, VALUE)}
     inputs = {name: jnp.asarray(draw(*shape, seed=i) / 4, BF16) for i, (name, shape) in enumerate(shapes.items())}

@@ -359,4 +359,5 @@ def test_what_has_no_kernel_is_said() -> None:
     assert "form='mask'" in said(form="mask")
     assert "no more than top_k" in said(top_k=2**18)
     assert "at most 2048" in said(top_k=4096)
-    assert "two stages" in said(two_stage=TwoStage())
+    assert "two stages choose blocks of 8" in said(two_stage=TwoStage(8, 0.1, "mean"))
+    assert said(two_stage=TwoStage()) == said()
