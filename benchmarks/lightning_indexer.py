@@ -39,6 +39,7 @@ class Case:
     queries: int
     keys: int
     mxfp8: bool = True
+    page: int = 0  # keys of a page, which lie in any order; 0: each row's keys are in order
 
     @property
     def floor(self) -> float:
@@ -60,6 +61,11 @@ CASES = (
     Case("decode-1x131072", 1, 1, 131072),
     Case("decode-64x131072-bfloat16", 64, 1, 131072, mxfp8=False),
     Case("verify-64x4x131072", 64, 4, 131072),
+    Case("prefill-4096x131072-pages-of-64", 1, 4096, 131072, page=64),
+    Case("prefill-4096x131072-bfloat16-pages-of-64", 1, 4096, 131072, mxfp8=False, page=64),
+    Case("decode-64x131072-pages-of-64", 64, 1, 131072, page=64),
+    Case("decode-64x131072-pages-of-256", 64, 1, 131072, page=256),
+    Case("decode-64x131072-bfloat16-pages-of-64", 64, 1, 131072, mxfp8=False, page=64),
 )
 
 
@@ -75,7 +81,13 @@ def draw(case: Case, *, exact: bool, seed: int) -> dict[str, Any]:
     if case.mxfp8:
         q, k = Mxfp8.quantize(q), Mxfp8.quantize(k)
     positions = jnp.arange(case.keys - case.queries, case.keys, dtype=jnp.int32)
-    return {
+    paged = {}
+    if case.page:
+        count = case.batch * case.keys // case.page
+        k = jax.tree.map(lambda x: x.reshape(count, case.page, x.shape[-1]), k)
+        order = np.random.default_rng(seed).permutation(count).reshape(case.batch, -1)
+        paged["page_table"] = jnp.asarray(order, jnp.int32)
+    return paged | {
         "q": q,
         "k": k,
         "w": w.astype(jnp.float32) / 64,
@@ -97,6 +109,8 @@ def wrong_rows(case: Case, select: Callable[..., Any], seed: int) -> int:
     given = draw(case, exact=True, seed=seed)
     found = np.asarray(select(**given))
     q, k = (x.dequantize(jnp.bfloat16) if isinstance(x, Mxfp8) else x for x in (given["q"], given["k"]))
+    if case.page:
+        k = k[given["page_table"]].reshape(case.batch, case.keys, WIDTH)
     rows = np.random.default_rng(seed).permutation(case.batch * case.queries)[:96]
     places = [divmod(int(row), case.queries) for row in rows]
     return sum(
@@ -155,7 +169,7 @@ def main() -> None:
     parser.add_argument("--xla", action="store_true", help="also time implementation='xla'")
     options = parser.parse_args()
     lines = []
-    print(f"{'case':32} {'impl':5} {'ms':>9} {'floor':>8} {'ratio':>6} {'MiB':>6} {'wrong':>6}")
+    print(f"{'case':40} {'impl':5} {'ms':>9} {'floor':>8} {'ratio':>6} {'MiB':>6} {'wrong':>6}")
     for case in CASES:
         if options.only and case.name not in options.only:
             continue
@@ -163,15 +177,14 @@ def main() -> None:
             line = measure(case, implementation)
             lines.append(line)
             print(
-                f"{line['case']:32} {implementation:5} {line['ms']:9.4f} {line['floor_ms']:8.4f} {line['ratio']:6.2f} "
+                f"{line['case']:40} {implementation:5} {line['ms']:9.4f} {line['floor_ms']:8.4f} {line['ratio']:6.2f} "
                 f"{line['temporary_mib']:6.1f} {line['wrong_rows']:6d}",
                 flush=True,
             )
-    if options.json:
-        device = jax.devices()[0]
-        options.json.write_text(
-            json.dumps({"device": device.device_kind, "jax": jax.__version__, "lines": lines}, indent=1) + "\n"
-        )
+            if options.json:  # after each line, so that a run that is cut off leaves what it has
+                device = jax.devices()[0]
+                found = {"device": device.device_kind, "jax": jax.__version__, "lines": lines}
+                options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

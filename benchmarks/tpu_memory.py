@@ -26,7 +26,7 @@ from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.grouped_matmul import specs as grouped_specs
 from pallas_kernels.kda import kda
 from pallas_kernels.kda import specs as kda_specs
-from pallas_kernels.lightning_indexer import lightning_indexer
+from pallas_kernels.lightning_indexer import TwoStage, lightning_indexer
 from pallas_kernels.lightning_indexer import specs as indexer_specs
 from pallas_kernels.mxfp4 import BLOCK, Mxfp4
 from pallas_kernels.mxfp8 import BLOCK as MXFP8_BLOCK
@@ -60,10 +60,14 @@ def programs() -> Iterator[tuple[str, Any, dict[str, Any], bool]]:
             name = f"sparse_mla{'_fp8' if packed else ''}/{spec.name}"
             yield name, attend, spec.sparse_arguments() | (packed_latent(spec) if packed else {}), True
     for quantised in (False, True):
-        for spec in (*indexer_specs.PREFILL, *indexer_specs.DECODE, indexer_specs.LONG):
+        for spec in (*indexer_specs.PREFILL, *indexer_specs.DECODE, *indexer_specs.PAGED, indexer_specs.LONG):
             select = partial(lightning_indexer, top_k=spec.top_k, implementation="tpu")
             name = f"lightning_indexer{'_mxfp8' if quantised else ''}/{spec.name}"
             yield name, select, spec.arguments() | (quantised_vectors(spec) if quantised else {}), True
+        for spec in (indexer_specs.PREFILL[-1], *indexer_specs.MILLION):
+            select = partial(lightning_indexer, top_k=spec.top_k, two_stage=TwoStage(), implementation="tpu")
+            name = f"two_stage{'_mxfp8' if quantised else ''}/{spec.name}"
+            yield name, select, spec.arguments() | (quantised_vectors(spec) if quantised else {}), False
 
 
 def experts(spec: grouped_specs.GroupedMatmulSpec) -> dict[str, Any]:

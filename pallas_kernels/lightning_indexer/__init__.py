@@ -1,14 +1,15 @@
 """Lightning indexer: scores every visible key with a few small heads and selects the best `top_k` of each query."""
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from pallas_kernels.dispatch import Implementation, always, choose
-from pallas_kernels.lightning_indexer import gpu, reference, tpu, xla
+from pallas_kernels.lightning_indexer import gpu, reference, tpu, tpu_two_stage, xla
+from pallas_kernels.lightning_indexer.pages import PagedKeys, last_held, paged_keys
 from pallas_kernels.lightning_indexer.select import select
 from pallas_kernels.lightning_indexer.two_stage import TwoStage, recall
 from pallas_kernels.lightning_indexer.two_stage import index_candidates as two_stage_candidates
@@ -27,7 +28,7 @@ __all__ = [
     "two_stage_recall",
 ]
 
-DEFAULT_BUDGET_BYTES = 256 * 2**20
+DEFAULT_BUDGET_BYTES = 64 * 2**20
 
 
 class Candidates(NamedTuple):
@@ -45,11 +46,12 @@ class Candidates(NamedTuple):
 
 def lightning_indexer(
     q: Float[Array, "B T H K"] | Mxfp8,
-    k: Float[Array, "B S K"] | Mxfp8,
+    k: Float[Array, "_ _ K"] | Mxfp8 | UInt8[Array, "P bytes"],
     w: Float[Array, "B T H"],
     *,
     top_k: int,
     q_positions: Int[Array, "B T"],
+    page_table: Int[Array, "B N"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     key_segment_ids: Int[Array, "B S"] | None = None,
     two_stage: TwoStage | None = None,
@@ -64,11 +66,13 @@ def lightning_indexer(
 
     Args:
         q: index queries, also in MXFP8.
-        k: one index key per position, shared by the heads, also in MXFP8. Keys that nobody sees may hold anything, NaN
-            included.
+        k: [B, S, K], one index key per position, shared by the heads, also in MXFP8; with a page table [P, page, K], or
+            MXFP8 as the bytes of `mxfp8.to_page`. Keys that nobody sees may hold anything, NaN included.
         w: head weights, float32 or float64, of either sign.
         top_k: number of keys to select; it may exceed S.
         q_positions: each query's own position among the keys; -1 marks a padding row, which selects nothing.
+        page_table: pages of each sequence in a pool that all share: position s of sequence b is row s mod page of page
+            page_table[b, floor(s / page)], so S = N * page. A sequence ends before its first number that is no page.
         segment_ids: ids of the queries' packed sequences, -1 for padding; without key_segment_ids T must equal S.
         key_segment_ids: those of the keys, where queries are only some of the tokens. None: the same.
         two_stage: score only the keys of promising blocks, and but for coarse="bound" miss some that belong (see
@@ -76,45 +80,62 @@ def lightning_indexer(
         budget_bytes: bound on working memory; queries run in blocks that respect it.
         implementation: "tpu", "gpu" (NVIDIA Hopper), "xla", "reference", or None for the best one. "gpu" takes no notice
             of the budget: it needs about 64 MiB, and padded copies of q and k where T or S isn't a multiple of 8. "tpu"
-            needs none of it: scores stay on the chip.
+            needs none of it: scores stay on the chip. Both read pages where they lie.
 
     Returns:
-        int32 positions, ascending, padded with -1 at the end where a query sees fewer than `top_k` keys.
+        int32 positions in the sequence, ascending, padded with -1 at the end where a query sees fewer than `top_k` keys.
 
     Raises:
-        ValueError: shapes disagree, `top_k` or `budget_bytes` is below 1, or segments that name both come with T != S.
+        ValueError: shapes disagree, `top_k` or `budget_bytes` is below 1, segments that name both come with T != S,
+            or two stages with pages.
         TypeError: a dtype is wrong.
         UnsupportedImplementationError: the named implementation can't run.
 
     Source: DeepSeek-V3.2 technical report, section 2.1.
     """
     operation = "lightning_indexer"
-    check_indexer(operation, q, k, w)
-    check_visibility(operation, q_positions, segment_ids, q.shape[0], q.shape[1], k.shape[1], key_segment_ids)
+    check_indexer(operation, q, k if page_table is None else None, w)
+    keys: Any = k if page_table is None else paged_keys(operation, q, k, page_table)
+    check_visibility(operation, q_positions, segment_ids, q.shape[0], q.shape[1], keys.shape[1], key_segment_ids)
     key_segment_ids = segment_ids if key_segment_ids is None else key_segment_ids
     check_at_least(operation, 1, top_k=top_k, budget_bytes=budget_bytes)
     q_positions = q_positions.astype(jnp.int32)
-
-    two_stage = _useful(two_stage, k, top_k)
+    if isinstance(keys, PagedKeys):
+        if two_stage is not None:
+            raise ValueError(f"{operation}: two_stage with a page_table; its first stage takes keys [B, S, K] only.")
+        q_positions = jnp.minimum(q_positions, last_held(keys))
+    two_stage = _useful(two_stage, keys, top_k)
 
     def tpu_obstacle() -> str | None:
-        if two_stage is not None:
-            return f"{operation} in two stages has no TPU kernel yet."
-        return tpu.obstacle(q, k, w, top_k, named=implementation is not None)
+        obstacle = tpu.obstacle(q, keys, w, top_k, named=implementation is not None)
+        return obstacle or (None if two_stage is None else tpu_two_stage.unfit(keys, two_stage, top_k))
 
     def gpu_obstacle() -> str | None:
-        obstacle = gpu.obstacle(q, k, w, top_k, segment_ids is not None)
+        obstacle = gpu.obstacle(q, keys, w, top_k, segment_ids is not None)
         if two_stage is not None:
             obstacle = obstacle or gpu.unfit_stages(q, two_stage)
-        return obstacle or (gpu.unproved(k, two_stage) if implementation is None else None)
+        return obstacle or (gpu.unproved(keys, two_stage) if implementation is None else None)
 
-    chosen = _choose(operation, implementation, gpu_obstacle, two_stage, tpu_obstacle)
+    notes: dict[Implementation, Callable[[], str | None]] = {"gpu": lambda: gpu.single_stage(q, keys, two_stage)}
+    chosen = _choose(operation, implementation, gpu_obstacle, two_stage, tpu_obstacle, notes)
     if chosen == "gpu":
-        return gpu.lightning_indexer(q, k, w, top_k=top_k, q_positions=q_positions, two_stage=two_stage)
+        return gpu.lightning_indexer(q, keys, w, top_k=top_k, q_positions=q_positions, two_stage=two_stage)
+    if chosen == "tpu" and two_stage is not None:
+        return tpu_two_stage.lightning_indexer(
+            q,
+            k,
+            w,
+            top_k=top_k,
+            q_positions=q_positions,
+            segment_ids=segment_ids,
+            key_segment_ids=key_segment_ids,
+            two_stage=two_stage,
+            budget_bytes=budget_bytes,
+        )
     if two_stage is not None:
         return two_stage_candidates(
             q,
-            k,
+            keys,
             w,
             top_k=top_k,
             q_positions=q_positions,
@@ -126,7 +147,7 @@ def lightning_indexer(
     if chosen == "tpu":
         return tpu.lightning_indexer(
             q,
-            k,
+            keys,
             w,
             top_k=top_k,
             q_positions=q_positions,
@@ -136,7 +157,7 @@ def lightning_indexer(
     if chosen == "reference":
         return reference.lightning_indexer(
             q,
-            k,
+            keys,
             w,
             top_k=top_k,
             q_positions=q_positions,
@@ -145,7 +166,7 @@ def lightning_indexer(
         )
     return xla.lightning_indexer(
         q,
-        k,
+        keys,
         w,
         top_k=top_k,
         q_positions=q_positions,
@@ -280,7 +301,7 @@ def index_scores(
     )
 
 
-def _useful(two_stage: TwoStage | None, k: jax.Array | Mxfp8, top_k: int) -> TwoStage | None:
+def _useful(two_stage: TwoStage | None, k: jax.Array | Mxfp8 | PagedKeys, top_k: int) -> TwoStage | None:
     """None where a first stage would leave nothing out."""
     return None if two_stage is None or two_stage.keeps_all(k.shape[1], top_k) else two_stage
 
@@ -291,6 +312,7 @@ def _choose(
     gpu_obstacle: Callable[[], str | None] | None = None,
     two_stage: TwoStage | None = None,
     tpu_obstacle: Callable[[], str | None] | None = None,
+    notes: Mapping[Implementation, Callable[[], str | None]] | None = None,
 ) -> Implementation:
     definition = f"the reference of {operation} is the exact selection; leave two_stage out."
     return choose(
@@ -302,4 +324,5 @@ def _choose(
             "xla": always,
             "reference": always if two_stage is None else lambda: definition,
         },
+        notes,
     ).name

@@ -1,11 +1,14 @@
 """Pallas Mosaic GPU for Hopper: bfloat16 or MXFP8 keys, scores in float32, an exact selection that never keeps them all."""
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.lightning_indexer.pages import PagedKeys
 from pallas_kernels.lightning_indexer.select import plain
 from pallas_kernels.lightning_indexer.two_stage import TwoStage
 from pallas_kernels.manual_axes import align, axes_left_to_xla
@@ -13,11 +16,15 @@ from pallas_kernels.mxfp8 import Mxfp8
 from pallas_kernels.target import platform
 
 Queries = Float[Array, "B T H K"] | Mxfp8
-Keys = Float[Array, "B S K"] | Mxfp8
+Keys = Float[Array, "B S K"] | Mxfp8 | PagedKeys
 
 HEADS, WIDTH, MOST = 32, 128, 2048
 FEW_QUERIES = 16
 """Queries of a row up to which its keys are read as they are stored, by all blocks of threads together."""
+
+FEWEST_STAGED, FEWEST_STAGED_KEYS, FEWEST_STAGED_TILES = 5, 2**18, 12
+"""Queries and keys of a row from which two stages are faster than one, where its queries are few; and how many times up to
+8 queries of a row, each of which has one block of threads in the second stage."""
 
 ROWS_BYTES = 58 * 2**20
 """Working memory of few queries: scores and candidates of as many rows at a time as fit."""
@@ -26,7 +33,10 @@ WIDE_BYTES = 32 * 2**20
 """Bytes of bfloat16 up to which MXFP8 keys are converted once beforehand, and not by every block of threads again."""
 
 PROVED_KEYS, PROVED_STAGES = 131072, 1048576
-"""Keys of a row up to which the kernels have run on a card; and those of two stages, with MXFP8 keys."""
+"""Keys of a row up to which the kernels have run on a card; and those of two stages."""
+
+PIECE = 32
+"""Keys that are copied together at least: those whose scales fill 128 bytes."""
 
 _TILE, _KEYS_COPIED = 8, 8
 
@@ -44,8 +54,9 @@ def obstacle(q: Queries, k: Keys, w: Float[Array, "B T H"], top_k: int, segmente
 def unfit(q: Queries, k: Keys, w: Float[Array, "B T H"], top_k: int, segmented: bool) -> str | None:
     """Why no Hopper GPU could run this call, or None."""
     for name, array in (("q", q), ("k", k)):
-        if not isinstance(array, Mxfp8) and array.dtype != jnp.bfloat16:
-            return f"{name} is {array.dtype}; its matrix instructions take bfloat16, and MXFP8 turned into it."
+        stored: Any = array.pages if isinstance(array, PagedKeys) else array
+        if not _mxfp8(array) and stored.dtype != jnp.bfloat16:
+            return f"{name} is {stored.dtype}; its matrix instructions take bfloat16, and MXFP8 turned into it."
     if w.dtype != jnp.float32:
         return f"w is {w.dtype}; it sums in float32."
     if tuple(q.shape[2:]) != (HEADS, WIDTH):
@@ -54,6 +65,10 @@ def unfit(q: Queries, k: Keys, w: Float[Array, "B T H"], top_k: int, segmented: 
         return f"top_k={top_k}; it selects at most {MOST}."
     if segmented:
         return "there are segment ids; it takes rows of one sequence each."
+    if isinstance(k, PagedKeys):
+        if k.page % PIECE:
+            return f"pages have {k.page} keys; it copies {PIECE} at a time, and takes pages of multiples of that."
+        return None
     if not isinstance(k, Mxfp8) and k.shape[1] % _KEYS_COPIED and 2 * k.size > WIDE_BYTES:
         return f"there are {k.shape[1]} bfloat16 keys a row; where they are many, it takes multiples of {_KEYS_COPIED}."
     return None
@@ -66,16 +81,27 @@ def unfit_stages(q: Queries, two_stage: TwoStage) -> str | None:
             f"two stages choose blocks of {two_stage.block_size} by their {two_stage.coarse!r}; it takes single keys "
             "by 'linear'."
         )
-    if q.shape[1] <= FEW_QUERIES:
-        return f"there are {q.shape[1]} queries a row; in two stages it takes more than {FEW_QUERIES}."
     return None
+
+
+def single_stage(q: Queries, k: Keys, two_stage: TwoStage | None) -> str | None:
+    """Why the kernels would score all keys though two stages are asked for, or None."""
+    batch, queries = q.shape[:2]
+    keys, tiles = k.shape[1], batch * -(-queries // _TILE)
+    if two_stage is None or queries > FEW_QUERIES:
+        return None
+    if queries >= FEWEST_STAGED and keys >= FEWEST_STAGED_KEYS and tiles >= FEWEST_STAGED_TILES:
+        return None
+    return (
+        f"all keys are scored, not those of two stages, which for {batch} rows of {queries} queries and {keys} keys is as "
+        f"fast: a first stage reads all keys as well. Two stages begin with {FEWEST_STAGED} queries of {FEWEST_STAGED_KEYS} "
+        f"keys, and {FEWEST_STAGED_TILES} times up to {_TILE} queries of a row"
+    )
 
 
 def unproved(k: Keys, two_stage: TwoStage | None = None) -> str | None:
     """Why nobody should get the kernels who doesn't ask for them, or None."""
     if two_stage is not None:
-        if not isinstance(k, Mxfp8):
-            return "two stages have run on a card with MXFP8 keys only; name it to run them."
         if k.shape[1] > PROVED_STAGES:
             return (
                 f"rows of {k.shape[1]} keys haven't run on a card yet, only up to {PROVED_STAGES}; name it to run it."
@@ -99,12 +125,15 @@ def lightning_indexer(
     """See `pallas_kernels.lightning_indexer.lightning_indexer`; `interpret` is what Pallas takes to run it elsewhere."""
     q, k, w, q_positions = align(*jax.lax.stop_gradient((q, k, w)), q_positions)
     q_positions = jnp.minimum(q_positions.astype(jnp.int32), k.shape[1] - 1)
+    two_stage = None if single_stage(q, k, two_stage) else two_stage
     many_once = q.shape[1] > FEW_QUERIES and two_stage is None
-    if many_once and isinstance(k, Mxfp8) and 2 * k.elements.size <= WIDE_BYTES:
-        k = k.dequantize(jnp.bfloat16)
-    if not isinstance(k, Mxfp8) and k.shape[1] % _KEYS_COPIED:
+    if many_once and _mxfp8(k) and 2 * math.prod(k.shape) <= WIDE_BYTES:
+        keys = k.whole() if isinstance(k, PagedKeys) else k
+        k = plain(keys)
+    if not isinstance(k, Mxfp8 | PagedKeys) and k.shape[1] % _KEYS_COPIED:
         k = jnp.pad(k, ((0, 0), (0, -k.shape[1] % _KEYS_COPIED), (0, 0)))
     if two_stage is not None:
+        assert not isinstance(k, PagedKeys)
         # Imported late: Mosaic takes a second, which nobody should wait for who has no such GPU.
         from pallas_kernels.lightning_indexer import gpu_two_stage
 
@@ -138,12 +167,12 @@ def many(q: Any, k: Keys, w: Array, q_positions: Array, top_k: int, interpret: A
 def few(q: Any, k: Keys, w: Array, q_positions: Array, top_k: int, interpret: Any = None) -> Int[Array, "B T C"]:
     """A few queries of each row: scores of some rows at a time in memory, then a selection among them."""
     from pallas_kernels.lightning_indexer.gpu_decode import score_rows
-    from pallas_kernels.lightning_indexer.gpu_rows import row_bytes, select_rows
+    from pallas_kernels.lightning_indexer.gpu_rows import select_rows
 
     batch, num_queries = q.shape[:2]
     together = min(8, 1 << (num_queries - 1).bit_length())
     q, w, q_positions = _padded(q, w, q_positions, -num_queries % together)
-    rows = max(1, min(batch, ROWS_BYTES // (together * row_bytes(k.shape[1], top_k))))
+    rows = rows_together(batch, together, k.shape[1], top_k, _blocks(interpret))
     groups = 4 if together <= 2 else 2
     found = []
     for first in range(0, q.shape[1], together):
@@ -151,7 +180,8 @@ def few(q: Any, k: Keys, w: Array, q_positions: Array, top_k: int, interpret: An
         blocks = []
         for row in range(0, batch, rows):
             some = slice(row, row + rows)
-            mine = k[some], w[some, part], q_positions[some, part]
+            keys = replace(k, page_table=k.page_table[some]) if isinstance(k, PagedKeys) else k[some]
+            mine = keys, w[some, part], q_positions[some, part]
             orders, highest = score_rows(
                 plain(q[some, part]), *mine, blocks=_blocks(interpret), groups=groups, interpret=interpret
             )
@@ -167,6 +197,23 @@ def few(q: Any, k: Keys, w: Array, q_positions: Array, top_k: int, interpret: An
             blocks.append(chosen.reshape(-1, together, top_k))
         found.append(jnp.concatenate(blocks, axis=0))
     return jnp.concatenate(found, axis=1)[:, :num_queries]
+
+
+def rows_together(batch: int, queries: int, num_keys: int, top_k: int, blocks: int) -> int:
+    """Rows of so many queries whose scores, and the candidates of all blocks of threads, fit in `ROWS_BYTES`."""
+    from pallas_kernels.lightning_indexer.gpu_rows import block_bytes, row_bytes
+
+    scores, candidates = queries * row_bytes(num_keys), block_bytes(top_k)
+    rows = (ROWS_BYTES - blocks * candidates) // scores
+    if rows * queries < blocks:  # not every block has a row
+        rows = ROWS_BYTES // (scores + queries * candidates)
+    elif rows < batch:  # all blocks of threads take as many rows
+        rows -= rows % max(1, blocks // queries)
+    return max(1, min(batch, rows))
+
+
+def _mxfp8(x: Queries | Keys) -> bool:
+    return x.mxfp8 if isinstance(x, PagedKeys) else isinstance(x, Mxfp8)
 
 
 def _padded(q: Any, w: Array, q_positions: Array, missing: int) -> tuple[Any, Array, Array]:

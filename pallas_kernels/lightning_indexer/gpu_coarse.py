@@ -1,8 +1,9 @@
-"""The Hopper kernels of the first stage: which keys some of 8 neighbouring queries want to see, as bits, then as lists.
+"""The Hopper kernel of the first stage: which keys some of 8 neighbouring queries want to see, as bits.
 
-A block of threads has 256 queries, one vector each, and a part of the keys. One warpgroup copies tiles of 128 keys, two
-multiply, 64 queries at a time, and compare with each query's threshold. Bits of 8 queries that share a warp's rows are put
-together in registers: nothing else leaves the chip.
+A block of threads has 256 queries, one vector each, and a part of the keys. One warpgroup copies tiles of 128 keys, or two
+take turns to make bfloat16 of MXFP8; two multiply, 64 queries at a time, and compare with each query's threshold. Bits of 8
+queries that share a warp's rows are put together in registers: nothing else leaves the chip. Where a row has few queries,
+one warpgroup multiplies 64, most of them nobody's.
 """
 
 from typing import Any
@@ -14,7 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.lightning_indexer.gpu_prefill import RAW, multiply
+from pallas_kernels.lightning_indexer.gpu_listed import WORD, words_of
+from pallas_kernels.lightning_indexer.gpu_prefill import multiply
 from pallas_kernels.lightning_indexer.gpu_select import COLUMNS
 from pallas_kernels.lightning_indexer.gpu_unpack import widen, widen_plainly
 from pallas_kernels.mxfp8 import Mxfp8
@@ -22,69 +24,88 @@ from pallas_kernels.mxfp8 import Mxfp8
 TOGETHER = 8
 """Neighbouring queries that share what they want to see."""
 
-GROUPS, ROWS, WIDTH = 2, 64, 128
-QUERIES = GROUPS * 2 * ROWS
-"""Queries of a block of threads."""
+GROUPS, HALVES, ROWS, WIDTH = 2, 2, 64, 128
+QUERIES = GROUPS * HALVES * ROWS
+"""Queries of a block of threads, where there are many."""
 
-WORD = 32
-WARPS = 16
-BEYOND = 2**31 - 1
-"""Fills the end of a list: a position that nobody sees."""
+ROUNDS = 4
+"""Of few queries, how often each block of threads has a turn: rows and blocks needn't divide evenly."""
 
-_COPY_REGISTERS, _PRODUCT_REGISTERS = 40, 232
+_COPY_REGISTERS, _PRODUCT_REGISTERS, _FEWER_REGISTERS = 40, 232, 216  # fewer where there are four warpgroups
 _SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 _ROW, _SCALAR, _REF = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WG_SPLAT(()), plgpu.RefType()
 
 
 def wanted_bits(
     vectors: Float[Array, "B T K"],
-    k: Float[Array, "B S K"] | Mxfp8,
+    k: Float[Array, "R S K"] | Mxfp8,
     thresholds: Float[Array, "B T"],
     limits: Int[Array, "B T"],
+    first_row: Int[Array, ""],
     *,
+    kept: int | None = None,
     blocks: int = 132,
     interpret: Any = None,
-) -> Int[Array, "B G W"]:
+) -> Int[Array, "N W"]:
     """Bit i of word j of 8 queries: whether one of them has vector · key > threshold for key 32 j + i.
 
-    The number of queries is a multiple of 256; `limits` are last visible positions. Anything past a tile's last one.
+    Args:
+        vectors: of rows first_row .. first_row + B - 1 of the keys; a multiple of 256 or, if `kept` is given, 64 of a row.
+        k: all keys.
+        thresholds: of the queries.
+        limits: their last visible positions. Words past a block's last one may be anything.
+        first_row: see vectors.
+        kept: of a row's queries, for how many times 8 there are bits in the result; None: for all of them.
+        blocks: of threads.
+        interpret: what Pallas takes to run it elsewhere.
     """
     batch, num_queries, _ = vectors.shape
     num_keys = k.shape[1]
     packed = isinstance(k, Mxfp8)
-    stages = 3 if packed else 4
+    groups, halves = (GROUPS, HALVES) if kept is None else (1, 1)
+    queries = groups * halves * ROWS
+    lines = num_queries // TOGETHER if kept is None else kept
+    # One warpgroup that makes bfloat16 of MXFP8 keeps up with neither products nor memory; two take turns.
+    copiers = 2 if packed else 1
+    raws = 2 * copiers
+    stages = 2 if packed and kept is None else 4
     missing = ((0, 0), (0, -num_keys % COLUMNS), (0, 0))
-    words = (num_keys + missing[1][1]) // WORD
+    words = words_of(num_keys)
     stored: list[Array] = []
     if isinstance(k, Mxfp8):
         scale = jnp.pad(k.scale, missing) if missing[1][1] else k.scale
-        stored += [lax.bitcast_convert_type(k.elements, jnp.uint8), scale.reshape(batch, -1, WIDTH)]
+        stored += [lax.bitcast_convert_type(k.elements, jnp.uint8), scale.reshape(k.shape[0], -1, WIDTH)]
     else:
         stored += [k]
     if interpret is not None:  # it refuses to read past the end, where the copy engine finds zeros
         stored[0] = jnp.pad(stored[0], missing)
-    tiles_of_row = num_queries // QUERIES
+    tiles_of_row = num_queries // queries
     tiles = batch * tiles_of_row
-    parts = max(1, blocks // tiles)
-    ends = jnp.max(limits.reshape(tiles, QUERIES), axis=1) // COLUMNS + 1
+    parts = max(1, blocks * (1 if kept is None else ROUNDS) // tiles)
+    ends = jnp.max(limits.reshape(tiles, queries), axis=1) // COLUMNS + 1
+    numbers = jnp.concatenate([ends, first_row.reshape(1)]).astype(jnp.int32)
 
-    def kernel(ends: Any, thresholds: Any, *refs: Any, **scratch: Any) -> None:
+    def kernel(numbers: Any, thresholds: Any, *refs: Any, **scratch: Any) -> None:
         *keys, vectors, out = refs
         q_slots, k_slots = scratch["q_slots"], scratch["k_slots"]
         q_full, full, empty = scratch["q_full"], scratch["full"], scratch["empty"]
         group = lax.axis_index("warpgroup")
         tile, part = lax.axis_index("tile"), lax.axis_index("part")
-        row, first = lax.div(tile, tiles_of_row), lax.rem(tile, tiles_of_row) * QUERIES
-        end = ends[tile]
+        row, first = lax.div(tile, tiles_of_row), lax.rem(tile, tiles_of_row) * queries
+        end = numbers[tile]
         each = lax.div(end + (parts - 1), parts)
         begin = part * each
         count = jnp.clip(end - begin, 0, each)
 
-        def copy_all() -> None:
-            for which in range(GROUPS):
-                for half in range(2):
-                    source = vectors.at[row, pl.ds(first + (2 * which + half) * ROWS, ROWS)]
+        def copy_queries() -> None:
+            for which in range(groups):
+                for half in range(halves):
+                    source = vectors.at[row, pl.ds(first + (halves * which + half) * ROWS, ROWS)]
                     plgpu.copy_gmem_to_smem(source, q_slots.at[which, half], q_full)
+
+        def copy_all(which: int) -> None:
+            """Every tile, or every other one; slots and barriers of a tile are those of one warpgroup."""
+            key_row = numbers[tiles] + row
 
             def room_in(step: Array) -> Array:
                 slot = lax.rem(step, stages)
@@ -97,13 +118,14 @@ def wanted_bits(
 
             def fetch(step: Array, slot: Array, elements: Any, barrier: Any) -> None:
                 at = begin + step
-                plgpu.copy_gmem_to_smem(keys[0].at[row, pl.ds(at * COLUMNS, COLUMNS)], elements, barrier)
+                plgpu.copy_gmem_to_smem(keys[0].at[key_row, pl.ds(at * COLUMNS, COLUMNS)], elements, barrier)
                 if packed:
-                    lines = COLUMNS * 4 // WIDTH
-                    source = keys[1].at[row, pl.ds(at * lines, lines)]
+                    scales = COLUMNS * 4 // WIDTH
+                    source = keys[1].at[key_row, pl.ds(at * scales, scales)]
                     plgpu.copy_gmem_to_smem(source, scratch["scale_slots"].at[slot], barrier)
 
-            def copy(step: Array, carry: tuple[()]) -> tuple[()]:
+            def copy(number: Array, carry: tuple[()]) -> tuple[()]:
+                step = which + copiers * number
                 slot = room_in(step)
                 fetch(step, slot, k_slots.at[slot], full.at[slot])
                 return carry
@@ -111,11 +133,12 @@ def wanted_bits(
             def fetch_raw(step: Any) -> None:
                 @pl.when(step < count)
                 def _() -> None:
-                    slot = lax.rem(step, RAW)
+                    slot = lax.rem(step, raws)
                     fetch(step, slot, scratch["raw_slots"].at[slot], scratch["raw_full"].at[slot])
 
-            def convert(step: Array, carry: tuple[()]) -> tuple[()]:
-                raw = lax.rem(step, RAW)
+            def convert(number: Array, carry: tuple[()]) -> tuple[()]:
+                step = which + copiers * number
+                raw = lax.rem(step, raws)
                 plgpu.barrier_wait(scratch["raw_full"].at[raw])
                 slot = room_in(step)
                 elements, scales = scratch["raw_slots"].at[raw], scratch["scale_slots"].at[raw]
@@ -125,152 +148,81 @@ def wanted_bits(
                     k_slots[slot] = widen_plainly(elements[...], scales[...].reshape(COLUMNS, 4))
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(full.at[slot])
-                fetch_raw(step + RAW)
+                fetch_raw(step + raws)
                 return carry
 
             if packed:
-                for step in range(RAW):
+                for step in range(which, raws, copiers):
                     fetch_raw(jnp.int32(step))
-            lax.fori_loop(0, count, convert if packed else copy, ())
+            mine = lax.div(count + (copiers - 1 - which), copiers)
+            lax.fori_loop(0, mine, convert if packed else copy, ())
             # Stay until everything was read: barriers must be even in the end.
             for index in range(stages):
 
-                @pl.when(count + index >= stages)
+                @pl.when((count + index >= stages) & (lax.rem(count + index, copiers) == which))
                 def _(index: int = index) -> None:
                     plgpu.barrier_wait(empty.at[lax.rem(count + index, stages)])
 
         def compare_all() -> None:
             act = _Plain() if interpret is not None else _Emit()
-            # Of this warpgroup's queries, of all batch rows.
-            mine = tile * QUERIES + group * 2 * ROWS
-            limits = [act.thresholds(thresholds, mine + half * ROWS) for half in range(2)]
+            # Of this warpgroup's queries in its row; thresholds are those of all rows.
+            mine = first + group * halves * ROWS
+            limits = [act.thresholds(thresholds, row * num_queries + mine + half * ROWS) for half in range(halves)]
             plgpu.barrier_wait(q_full)
+
+            def put(half: int, dots: Array, step: Array) -> None:
+                line = lax.div(mine + half * ROWS, TOGETHER)
+                act.put(dots, limits[half], out, row * lines + line, lines - line, begin + step)
 
             def one(step: Array, carry: tuple[()]) -> tuple[()]:
                 slot = lax.rem(step, stages)
                 plgpu.barrier_wait(full.at[slot])
-                low = act.multiply(q_slots.at[group, 0], k_slots.at[slot])
-                high = act.multiply(q_slots.at[group, 1], k_slots.at[slot])
-                act.wait(1)
-                act.put(low, limits[0], out, mine, begin + step)
-                act.wait(0)
-                plgpu.barrier_arrive(empty.at[slot])
-                act.put(high, limits[1], out, mine + ROWS, begin + step)
+                dots = [act.multiply(q_slots.at[group, half], k_slots.at[slot]) for half in range(halves)]
+                for half in range(halves):
+                    act.wait(halves - 1 - half)
+                    if half == halves - 1:
+                        plgpu.barrier_arrive(empty.at[slot])
+                    put(half, dots[half], step)
                 return carry
 
             lax.fori_loop(0, count, one, ())
 
-        @pl.when(group == GROUPS)
-        def _() -> None:
-            plgpu.set_max_registers(_COPY_REGISTERS, action="decrease")
-            copy_all()
+        for which in range(copiers):
 
-        @pl.when(group < GROUPS)
+            @pl.when(group == groups + which)
+            def _(which: int = which) -> None:
+                plgpu.set_max_registers(_COPY_REGISTERS, action="decrease")
+                if not which:
+                    copy_queries()
+                copy_all(which)
+
+        @pl.when(group < groups)
         def _() -> None:
-            plgpu.set_max_registers(_PRODUCT_REGISTERS, action="increase")
+            plgpu.set_max_registers(_PRODUCT_REGISTERS if groups + copiers < 4 else _FEWER_REGISTERS, action="increase")
             compare_all()
 
     scratch: dict[str, Any] = {
-        "q_slots": plgpu.SMEM((GROUPS, 2, ROWS, WIDTH), jnp.bfloat16, transforms=_SWIZZLED),
+        "q_slots": plgpu.SMEM((groups, halves, ROWS, WIDTH), jnp.bfloat16, transforms=_SWIZZLED),
         "k_slots": plgpu.SMEM((stages, COLUMNS, WIDTH), jnp.bfloat16, transforms=_SWIZZLED),
-        "q_full": plgpu.Barrier(num_arrivals=2 * GROUPS),
+        "q_full": plgpu.Barrier(num_arrivals=halves * groups),
         "full": plgpu.Barrier(num_barriers=stages),
-        "empty": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),
+        "empty": plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
     }
     if packed:
-        scratch["raw_slots"] = plgpu.SMEM((RAW, COLUMNS, WIDTH), jnp.uint8)
-        scratch["scale_slots"] = plgpu.SMEM((RAW, COLUMNS * 4 // WIDTH, WIDTH), jnp.uint8)
-        scratch["raw_full"] = plgpu.Barrier(num_arrivals=2, num_barriers=RAW)
-    bits = plgpu.kernel(
+        scratch["raw_slots"] = plgpu.SMEM((raws, COLUMNS, WIDTH), jnp.uint8)
+        scratch["scale_slots"] = plgpu.SMEM((raws, COLUMNS * 4 // WIDTH, WIDTH), jnp.uint8)
+        scratch["raw_full"] = plgpu.Barrier(num_arrivals=2, num_barriers=raws)
+    return plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((batch * num_queries // TOGETHER, words), jnp.int32),
+        out_type=jax.ShapeDtypeStruct((batch * lines, words), jnp.int32),
         grid=(parts, tiles),
         grid_names=("part", "tile"),
-        num_threads=GROUPS + 1,
+        num_threads=groups + copiers,
         thread_name="warpgroup",
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         **({} if interpret is None else {"interpret": interpret}),
-    )(ends, thresholds.reshape(-1), *stored, vectors)
-    return bits.reshape(batch, num_queries // TOGETHER, words)
-
-
-def lists(bits: Int[Array, "N W"], length: int, *, interpret: Any = None) -> Int[Array, "N L"]:
-    """Places of each row's set bits, ascending; `BEYOND` up to the next multiple of 256. There is room for them all."""
-    rows, words = bits.shape
-    if interpret is not None:
-        return _interpreted_lists(bits, length, interpret)
-
-    def kernel(bits: Any, out: Any, *, shared: Any) -> None:
-        me = lax.axis_index("block")
-
-        def emit(context: Any, bits: Any, out: Any, shared: Any, me: Any) -> None:
-            from pallas_kernels.lightning_indexer.gpu_warp import Warp, place_of
-
-            del context
-            warp = Warp()
-            me = me.registers.item()
-            mine = warp.offset(place_of(bits), warp.mul(me, words))
-            write_list(warp, mine, warp.offset(place_of(out), warp.mul(me, length)), place_of(shared), words, length)
-
-        plgpu.inline_mgpu(arg_types=(_REF, _REF, _REF, _SCALAR), return_type=None)(emit)(bits, out, shared, me)
-
-    return plgpu.kernel(
-        kernel,
-        out_type=jax.ShapeDtypeStruct((rows, length), jnp.int32),
-        grid=(rows,),
-        grid_names=("block",),
-        num_threads=WARPS // 4,
-        thread_name="warpgroup",
-        scratch_types={"shared": plgpu.SMEM((WARPS,), jnp.int32)},
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-    )(bits)
-
-
-def write_list(warp: Any, bits: Any, out: Any, shared: Any, words: int, length: int) -> None:
-    """One row of `lists` by 16 warps, in the words of `gpu_warp.Warp`; each has a run of words, a lane every 32nd."""
-    rows = -(-words // (32 * WARPS))
-    first = warp.add(warp.mul(warp.of_block, 32 * rows), warp.lane)
-
-    def word_at(at: Any) -> Any:
-        return warp.select(warp.compare("lt", at, words), warp.load(bits, warp.smaller(at, words - 1)), 0)
-
-    def count(row: Any, mine: Any) -> list[Any]:
-        return [warp.add(mine, warp.ones(word_at(warp.add(first, warp.mul(row, 32)))))]
-
-    mine = warp.total(warp.loop(warp.integer(rows), count, [warp.integer(0)])[0])
-    warp.store(shared, warp.of_block, mine, warp.compare("eq", warp.lane, 0))
-    warp.meet_all()
-    everyone = warp.load(shared, warp.both(warp.lane, WARPS - 1))
-    everyone = warp.select(warp.compare("lt", warp.lane, WARPS), everyone, 0)
-    before = warp.total(warp.select(warp.compare("lt", warp.lane, warp.of_block), everyone, 0))
-    total = warp.total(everyone)
-
-    def write(row: Any, kept: Any) -> list[Any]:
-        word = warp.add(first, warp.mul(row, 32))
-        value = word_at(word)
-        number = warp.ones(value)
-        upto = warp.upto(number)
-        start = warp.mul(word, WORD)
-
-        def more(left: Any, at: Any) -> Any:
-            del at
-            return warp.compare("ne", warp.ballot(warp.compare("ne", left, 0)), 0)
-
-        def put(left: Any, at: Any) -> list[Any]:
-            some = warp.compare("ne", left, 0)
-            position = warp.add(start, warp.first_one(warp.select(some, left, 1)))
-            warp.store(out, at, position, warp.both(some, warp.compare("lt", at, length)))
-            return [warp.both(left, warp.sub(left, 1)), warp.add(at, 1)]
-
-        warp.repeat(more, put, [value, warp.add(kept, warp.sub(upto, number))])
-        return [warp.add(kept, warp.total(number))]
-
-    warp.loop(warp.integer(rows), write, [before])
-    end = warp.mul(warp.shift_down(warp.add(total, 255), 8), 256)
-    at = warp.add(total, warp.add(warp.mul(warp.of_block, 32), warp.lane))
-    inside = warp.both(warp.compare("lt", at, end), warp.compare("lt", at, length))
-    warp.store(out, at, warp.integer(BEYOND), inside)
+    )(numbers, thresholds.reshape(-1), *stored, vectors)
 
 
 def wanted_word(warp: Any, dots: Any, thresholds: Any) -> Any:
@@ -335,11 +287,11 @@ class _Emit:
         """Until at most that many of the last products are still running."""
         plgpu.wgmma_wait(running)
 
-    def put(self, dots: Array, thresholds: Array, out: Any, first: Array, tile: Array) -> None:
-        """Writes the bits of 64 queries and a tile's keys."""
+    def put(self, dots: Array, thresholds: Array, out: Any, line: Array, room: Array, tile: Array) -> None:
+        """Writes the bits of 64 queries and a tile's keys, from a line of the result on, of which `room` are left."""
         words = out.shape[1]
 
-        def emit(context: Any, dots: Any, thresholds: Any, out: Any, first: Any, tile: Any) -> None:
+        def emit(context: Any, dots: Any, thresholds: Any, out: Any, line: Any, room: Any, tile: Any) -> None:
             from pallas_kernels.lightning_indexer.gpu_warp import Warp, place_of
 
             warp = Warp()
@@ -353,14 +305,14 @@ class _Emit:
             }
             limits = [warp.element(register, 0) for register in thresholds.registers.reshape(2)]
             word = wanted_word(warp, found, limits)
-            line = warp.add(warp.shift_down(first.registers.item(), 3), warp.add(warp.number, warp.number))
-            line = warp.add(line, warp.both(warp.shift_down(warp.lane, 2), 1))
+            mine = warp.add(warp.add(warp.number, warp.number), warp.both(warp.shift_down(warp.lane, 2), 1))
             at = warp.add(warp.mul(tile.registers.item(), COLUMNS // WORD), warp.both(warp.lane, 3))
-            at = warp.add(warp.mul(line, words), at)
-            warp.store(place_of(out), at, word, warp.compare("lt", warp.lane, 8))
+            at = warp.add(warp.mul(warp.add(line.registers.item(), mine), words), at)
+            inside = warp.both(warp.compare("lt", warp.lane, 8), warp.compare("lt", mine, room.registers.item()))
+            warp.store(place_of(out), at, word, inside)
 
-        types = plgpu.Layout._WGMMA_ACC_32BIT, _ROW, _REF, _SCALAR, _SCALAR
-        plgpu.inline_mgpu(arg_types=types, return_type=None)(emit)(dots, thresholds, out, first, tile)
+        types = plgpu.Layout._WGMMA_ACC_32BIT, _ROW, _REF, _SCALAR, _SCALAR, _SCALAR
+        plgpu.inline_mgpu(arg_types=types, return_type=None)(emit)(dots, thresholds, out, line, room, tile)
 
 
 class _Plain:
@@ -377,31 +329,14 @@ class _Plain:
     def wait(self, running: int) -> None:
         """Nothing runs by itself here."""
 
-    def put(self, dots: Array, thresholds: Array, out: Any, first: Array, tile: Array) -> None:
+    def put(self, dots: Array, thresholds: Array, out: Any, line: Array, room: Array, tile: Array) -> None:
         """Writes the bits of 64 queries and a tile's keys."""
         above = (dots > thresholds[:, None]).reshape(ROWS // TOGETHER, TOGETHER, COLUMNS // WORD, WORD).any(axis=1)
         weights = jnp.left_shift(jnp.uint32(1), jnp.arange(WORD, dtype=jnp.uint32))
         words = jnp.sum(jnp.where(above, weights, jnp.uint32(0)), axis=-1, dtype=jnp.uint32)
-        place = pl.ds(lax.div(first, TOGETHER), ROWS // TOGETHER), pl.ds(tile * (COLUMNS // WORD), COLUMNS // WORD)
-        out[place] = lax.bitcast_convert_type(words, jnp.int32)
+        words = lax.bitcast_convert_type(words, jnp.int32)
+        for mine in range(ROWS // TOGETHER):
 
-
-def _interpreted_lists(bits: Array, length: int, interpret: Any) -> Int[Array, "N L"]:
-    """The same lists for the interpreter, a row at a time."""
-    rows, words = bits.shape
-
-    def kernel(bits: Any, out: Any) -> None:
-        row = lax.axis_index("block")
-        set_ = jnp.right_shift(bits[row][:, None], jnp.arange(WORD)) & 1
-        places = jnp.where(set_.reshape(-1) != 0, jnp.arange(words * WORD, dtype=jnp.int32), BEYOND)
-        places = jnp.sort(places)[:length]
-        out[row] = jnp.pad(places, (0, length - places.shape[0]), constant_values=BEYOND)
-
-    return plgpu.kernel(
-        kernel,
-        out_type=jax.ShapeDtypeStruct((rows, length), jnp.int32),
-        grid=(rows,),
-        grid_names=("block",),
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-        interpret=interpret,
-    )(bits)
+            @pl.when(mine < room)
+            def _(mine: int = mine) -> None:
+                out[line + mine, pl.ds(tile * (COLUMNS // WORD), COLUMNS // WORD)] = words[mine]

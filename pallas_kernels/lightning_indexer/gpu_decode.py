@@ -15,9 +15,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.lightning_indexer.gpu_keys import LINE, store
 from pallas_kernels.lightning_indexer.gpu_plain import order_plainly
 from pallas_kernels.lightning_indexer.gpu_select import INVISIBLE, order
 from pallas_kernels.lightning_indexer.gpu_unpack import order_inputs, unpack, unpack_plainly
+from pallas_kernels.lightning_indexer.pages import PagedKeys
 from pallas_kernels.mxfp8 import Mxfp8
 
 HEADS, WIDTH, KEYS = 32, 128, 64
@@ -33,7 +35,7 @@ _SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 def score_rows(
     q: Float[Array, "B T H K"],
-    k: Float[Array, "B S K"] | Mxfp8,
+    k: Float[Array, "B S K"] | Mxfp8 | PagedKeys,
     w: Float[Array, "B T H"],
     limits: Int[Array, "B T"],
     *,
@@ -47,26 +49,17 @@ def score_rows(
     `limits` are last visible positions. Rows of scores are as long as whole tiles of 64 · groups keys.
     """
     batch, queries, _, _ = q.shape
-    packed = isinstance(k, Mxfp8)
     tile = KEYS * groups
+    source, stored = store(k, tile, interpret=interpret is not None)
+    packed = source.packed
     num_keys = -(-k.shape[1] // tile) * tile
-    missing = ((0, 0), (0, num_keys - k.shape[1]), (0, 0))
     columns = queries * HEADS
     if stages is None:
         free = SHARED_BYTES - 2 * columns * (2 * WIDTH + 4)
         stages = min(_MOST_STAGES, free // (tile * (WIDTH + 4 if packed else 2 * WIDTH)))
     q = q.reshape(batch, columns, WIDTH)
-    if isinstance(k, Mxfp8):
+    if packed:
         q = order_inputs(q)
-        scale = jnp.pad(k.scale, missing) if missing[1][1] else k.scale
-        stored: tuple[Any, ...] = (
-            lax.bitcast_convert_type(k.elements, jnp.uint8),
-            scale.reshape(batch, num_keys * 4 // WIDTH, WIDTH),
-        )
-    else:
-        stored = (k,)
-    if interpret is not None:  # it refuses to read past the end, where the copy engine finds zeros
-        stored = (jnp.pad(stored[0], missing), *stored[1:])
 
     def kernel(limits: Any, weights: Any, q: Any, *refs: Any, **scratch: Any) -> None:
         *keys, orders, highest = refs
@@ -114,14 +107,16 @@ def score_rows(
             def _() -> None:
                 plgpu.barrier_wait(empty.at[slot])
 
-            for which in range(groups):
-                start = at * tile + which * KEYS
-                plgpu.copy_gmem_to_smem(keys[0].at[row, pl.ds(start, KEYS)], k_slots.at[slot, which], full.at[slot])
-            if packed:
-                lines = tile * 4 // WIDTH
-                plgpu.copy_gmem_to_smem(
-                    keys[1].at[row, pl.ds(at * lines, lines)], scratch["scale_slots"].at[slot], full.at[slot]
-                )
+            pieces = source.pieces(keys, row, at * tile, tile, KEYS)
+            for piece in pieces:
+                which, begin = divmod(piece.begin, KEYS)
+                target = k_slots.at[slot, which, pl.ds(begin, piece.size)]
+                source.copy_keys(keys, piece, target, full.at[slot])
+            if not packed:
+                return
+            for piece in pieces if source.page else source.pieces(keys, row, at * tile, tile, tile):
+                target = scratch["scale_slots"].at[slot, pl.ds(piece.begin // LINE, piece.size // LINE)]
+                source.copy_scales(keys, piece, target, full.at[slot])
 
         def score(number: Array, row: Array, seen: Array, at: Array, fresh: Array) -> None:
             side = lax.rem(seen, 2)
@@ -182,10 +177,13 @@ def score_rows(
             plgpu.set_max_registers({1: 240, 2: 232, 3: 152, 4: 104}[groups], action="increase")
             walk(score)
 
+    arrivals = source.copies(tile, KEYS)
+    if packed:
+        arrivals += source.copies(tile, KEYS if source.page else tile)
     scratch: dict[str, Any] = {
         "q_slots": plgpu.SMEM((2, columns, WIDTH), q.dtype, transforms=_SWIZZLED),
         "w_slots": plgpu.SMEM((2, columns), jnp.float32),
-        "full": plgpu.Barrier(num_arrivals=groups + packed, num_barriers=stages),
+        "full": plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages),
         "empty": plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
         "q_full": plgpu.Barrier(num_arrivals=2, num_barriers=2),
         "q_empty": plgpu.Barrier(num_arrivals=groups, num_barriers=2),

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.lightning_indexer.gpu_keys import LINE, Piece, store
 from pallas_kernels.lightning_indexer.gpu_plain import absorb_plainly, add_heads_plainly, begin_plainly, finish_plainly
 from pallas_kernels.lightning_indexer.gpu_select import (
     COLUMNS,
@@ -36,6 +37,7 @@ from pallas_kernels.lightning_indexer.gpu_select import (
     order,
 )
 from pallas_kernels.lightning_indexer.gpu_unpack import widen, widen_plainly
+from pallas_kernels.lightning_indexer.pages import PagedKeys
 from pallas_kernels.mxfp8 import Mxfp8
 
 HEADS, WIDTH = 32, 128
@@ -56,7 +58,7 @@ _SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 def prefill(
     q: Float[Array, "B T H K"] | Mxfp8,
-    k: Float[Array, "B S K"] | Mxfp8,
+    k: Float[Array, "B S K"] | Mxfp8 | PagedKeys,
     w: Float[Array, "B T H"],
     q_positions: Int[Array, "B T"],
     room: Room,
@@ -71,27 +73,21 @@ def prefill(
     """Selected positions of a number of queries that divides into tiles of 8; keys past the end are zeros.
 
     With `listed`, of each 8 queries, only the first `listed_counts` keys of its row are looked at, which ascend. The rest
-    of their last 256 must be larger than every position, and rows must be a multiple of that long.
+    of their last 256 must be larger than every position, and rows must be a multiple of that long. Pages aren't listed.
     """
     batch, num_queries, _, _ = q.shape
     num_keys = k.shape[1]
-    packed, packed_q = isinstance(k, Mxfp8), isinstance(q, Mxfp8)
+    packed_q = isinstance(q, Mxfp8)
+    packed = k.mxfp8 if isinstance(k, PagedKeys) else isinstance(k, Mxfp8)
     stages = stages or (2 if packed else 3 if packed_q else 4)
-    missing = ((0, 0), (0, -num_keys % (COLUMNS * together)), (0, 0))
-    stored: list[Array] = []
-    if isinstance(k, Mxfp8):
-        scale = jnp.pad(k.scale, missing) if missing[1][1] else k.scale
-        stored += [lax.bitcast_convert_type(k.elements, jnp.uint8), scale.reshape(batch, -1, WIDTH)]
-    else:
-        stored += [k]
+    source, stored = store(k, COLUMNS * together, interpret=interpret is not None)
     if isinstance(q, Mxfp8):
         stored += [lax.bitcast_convert_type(q.elements, jnp.uint8), q.scale.reshape(batch, num_queries, -1)]
     else:
         stored += [q]
-    if interpret is not None:  # it refuses to read past the end, where the copy engine finds zeros
-        stored[0] = jnp.pad(stored[0], missing)
     if listed is not None:
         stored = [listed, *stored]
+    whole = -(-num_keys // (COLUMNS * together)) * COLUMNS * together
     tiles_of_row = num_queries // TILE
     tiles = batch * tiles_of_row
     blocks = min(blocks, tiles)
@@ -140,9 +136,9 @@ def prefill(
                     continue
                 for half in range(2):
                     for query in range(QUERIES):
-                        source = q.at[row, mine + query, pl.ds(half * (HEADS // 2), HEADS // 2)]
+                        heads = q.at[row, mine + query, pl.ds(half * (HEADS // 2), HEADS // 2)]
                         target = q_slots.at[which, half, pl.ds(query * (HEADS // 2), HEADS // 2)]
-                        plgpu.copy_gmem_to_smem(source, target, q_full)
+                        plgpu.copy_gmem_to_smem(heads, target, q_full)
 
             count = ends[tile]
 
@@ -155,17 +151,21 @@ def prefill(
 
                 return slot
 
+            def pieces_of(step: Array) -> list[Piece]:
+                return source.pieces(keys, row, step * COLUMNS, COLUMNS, COLUMNS)
+
             def copy(step: Array, carry: tuple[()]) -> tuple[()]:
                 slot = room_in(step)
-                source = keys[0].at[row, pl.ds(step * COLUMNS, COLUMNS)]
-                plgpu.copy_gmem_to_smem(source, k_slots.at[slot], full.at[slot])
+                for piece in pieces_of(step):
+                    target = k_slots.at[slot, pl.ds(piece.begin, piece.size)]
+                    source.copy_keys(keys, piece, target, full.at[slot])
                 return carry
 
             def look_up(step: Array) -> None:
                 slot = lax.rem(done + step, LISTED)
                 assert picks is not None
-                source = picks.at[tile, pl.ds(step * COLUMNS, COLUMNS)]
-                plgpu.copy_gmem_to_smem(source, more["picked"].at[slot], more["picked_full"].at[slot])
+                places = picks.at[tile, pl.ds(step * COLUMNS, COLUMNS)]
+                plgpu.copy_gmem_to_smem(places, more["picked"].at[slot], more["picked_full"].at[slot])
 
             def gather(step: Array) -> None:
                 """Starts copying a tile of listed keys, and looks up a later one; they are there after `act.arrived`."""
@@ -196,19 +196,19 @@ def prefill(
                 plgpu.barrier_arrive(full.at[lax.rem(done + step, stages)])
                 return carry
 
-            def fetch(step: Array) -> None:
-                if listed is not None:
-                    gather(step)
-                    return
-                slot, lines = lax.rem(done + step, RAW), COLUMNS * 4 // WIDTH
+            def fetch(step: Array, pieces: list[Piece]) -> None:
+                slot = lax.rem(done + step, RAW)
                 raw_full = more["raw_full"].at[slot]
-                source = keys[0].at[row, pl.ds(step * COLUMNS, COLUMNS)]
-                plgpu.copy_gmem_to_smem(source, more["raw_slots"].at[slot], raw_full)
-                source = keys[1].at[row, pl.ds(step * lines, lines)]
-                plgpu.copy_gmem_to_smem(source, more["scale_slots"].at[slot], raw_full)
+                for piece in pieces:
+                    target = more["raw_slots"].at[slot, pl.ds(piece.begin, piece.size)]
+                    source.copy_keys(keys, piece, target, raw_full)
+                    target = more["scale_slots"].at[slot, pl.ds(piece.begin // LINE, piece.size // LINE)]
+                    source.copy_scales(keys, piece, target, raw_full)
 
             def convert(step: Array, carry: tuple[()]) -> tuple[()]:
                 raw = lax.rem(done + step, RAW)
+                # A page's number comes from the second cache, so it is looked up long before it is needed.
+                pieces = pieces_of(step + RAW) if listed is None else []
                 if listed is None:
                     plgpu.barrier_wait(more["raw_full"].at[raw])
                 else:
@@ -223,17 +223,17 @@ def prefill(
                 plgpu.barrier_arrive(full.at[slot])
 
                 if listed is not None:
-                    fetch(step + RAW)
+                    gather(step + RAW)
                     return carry
 
                 @pl.when(step + RAW < count)
                 def _() -> None:
-                    fetch(step + RAW)
+                    fetch(step + RAW, pieces)
 
                 return carry
 
             if listed is not None:
-                copies = _PlainCopies() if interpret is not None else _Copies(num_keys, num_keys + missing[1][1])
+                copies = _PlainCopies() if interpret is not None else _Copies(num_keys, whole)
                 for step in range(AHEAD):
                     pl.when(step < count)(partial(look_up, jnp.int32(step)))
                 for step in range(RAW if packed else stages - 2):
@@ -245,7 +245,7 @@ def prefill(
 
                     @pl.when(step < count)
                     def _(step: int = step) -> None:
-                        fetch(jnp.int32(step))
+                        fetch(jnp.int32(step), pieces_of(jnp.int32(step)))
 
             lax.fori_loop(0, count, convert if packed else copy, ())
             return done + count
@@ -329,7 +329,7 @@ def prefill(
         "states": plgpu.SMEM((GROUPS, QUERIES * STATE), jnp.int32),
         "q_full": plgpu.Barrier(num_arrivals=GROUPS * 2 * (1 if packed_q else QUERIES)),
         "q_empty": plgpu.Barrier(num_arrivals=GROUPS),
-        "full": plgpu.Barrier(num_barriers=stages),
+        "full": plgpu.Barrier(num_arrivals=1 if packed else source.copies(COLUMNS, COLUMNS), num_barriers=stages),
         "empty": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages),
     }
     mesh: dict[str, Any] = {}
@@ -340,7 +340,7 @@ def prefill(
         scratch["raw_slots"] = plgpu.SMEM((RAW, COLUMNS, WIDTH), jnp.uint8)
         scratch["scale_slots"] = plgpu.SMEM((RAW, COLUMNS * 4 // WIDTH, WIDTH), jnp.uint8)
         if listed is None:
-            scratch["raw_full"] = plgpu.Barrier(num_arrivals=2, num_barriers=RAW)
+            scratch["raw_full"] = plgpu.Barrier(num_arrivals=2 * source.copies(COLUMNS, COLUMNS), num_barriers=RAW)
     if listed is not None:
         scratch["picked"] = plgpu.SMEM((LISTED, COLUMNS), jnp.int32)
         scratch["picked_full"] = plgpu.Barrier(num_barriers=LISTED)

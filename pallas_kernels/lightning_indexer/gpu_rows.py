@@ -40,9 +40,14 @@ def row_room(top_k: int) -> Room:
     return Room(top_k, size, min(COLUMNS, max(8, top_k // 16)))
 
 
-def row_bytes(num_keys: int, top_k: int) -> int:
-    """Working memory of a row: orders, group maxima, candidates."""
-    return 4 * (num_keys + num_keys // GROUP) + WARPS * 2 * 4 * row_room(top_k).size
+def row_bytes(num_keys: int) -> int:
+    """Working memory of a row: orders and group maxima."""
+    return 4 * (num_keys + num_keys // GROUP)
+
+
+def block_bytes(top_k: int) -> int:
+    """Working memory of a block of threads: candidates of its warps."""
+    return WARPS * 2 * 4 * row_room(top_k).size
 
 
 def select_rows(

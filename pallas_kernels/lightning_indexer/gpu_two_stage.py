@@ -1,26 +1,32 @@
-"""Two stages on Hopper: a threshold a query from a sample, bits of what passes it, lists of 8 queries, their best keys.
+"""Two stages on Hopper: a threshold a query from a sample, bits of what passes it, the best of what bits name.
 
-Some of `CHUNK` queries at a time, as many tiles of 8 as the card has multiprocessors, so that bits and lists stay small.
+A piece at a time: up to `CHUNK` queries of a row, as many tiles of 8 as the card has multiprocessors; or, where rows have few
+queries each, some rows. Bits are all that a piece needs much memory for, besides candidates.
 """
 
-import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.lightning_indexer.gpu_coarse import QUERIES, TOGETHER, WORD, lists, wanted_bits
-from pallas_kernels.lightning_indexer.gpu_prefill import prefill
+from pallas_kernels.lightning_indexer.gpu import FEW_QUERIES
+from pallas_kernels.lightning_indexer.gpu_coarse import QUERIES, ROWS, TOGETHER, wanted_bits
+from pallas_kernels.lightning_indexer.gpu_listed import WORD, listed, words_of
 from pallas_kernels.lightning_indexer.gpu_select import room_for
-from pallas_kernels.lightning_indexer.linear import linear_queries, sampled, taken
+from pallas_kernels.lightning_indexer.linear import SLOPE_KEYS, linear_queries, sampled, taken
 from pallas_kernels.lightning_indexer.two_stage import TwoStage
+from pallas_kernels.manual_axes import align
 from pallas_kernels.mxfp8 import Mxfp8
 from pallas_kernels.precision import einsum
 
 CHUNK = 1024
-"""Queries of which bits and lists exist at a time."""
+"""Queries of a piece, at most."""
+
+BITS_BYTES, ROWS_BYTES = 18 * 2**20, 26 * 2**20
+"""Bits of a piece; and of one of rows with few queries, with what they bring and select. Only 32 tiles of 8 queries, or one
+row's few, may take more."""
 
 SAMPLE = 8192
 """Keys whose coarse scores stand for all in finding the threshold of a query."""
@@ -28,7 +34,25 @@ SAMPLE = 8192
 SPARE = 1.5
 """How many more than top_k keys a query keeps at least: thresholds from a sample aren't exact."""
 
-_LIST = 256
+_SAMPLED_ROWS = 8
+_LINE_BYTES = 2 * TOGETHER * 8192  # 8 queries in bfloat16, and the positions of 2048 keys
+
+
+class Piece(NamedTuple):
+    """What is worked on at a time: `queries` of each of `rows`, a multiple of 256, or of 8 where they are few."""
+
+    rows: int
+    queries: int
+
+
+def piece_of(batch: int, num_queries: int, num_keys: int) -> Piece:
+    """As large as may be."""
+    line = 4 * words_of(num_keys)
+    if num_queries <= FEW_QUERIES:
+        lines = -(-num_queries // TOGETHER)
+        return Piece(min(batch, max(1, ROWS_BYTES // (lines * (line + _LINE_BYTES)))), TOGETHER * lines)
+    most = max(QUERIES, BITS_BYTES // line * TOGETHER // QUERIES * QUERIES)
+    return Piece(1, min(CHUNK, most, -(-num_queries // QUERIES) * QUERIES))
 
 
 def two_stage(
@@ -42,54 +66,61 @@ def two_stage(
     blocks: int,
     interpret: Any = None,
 ) -> Int[Array, "B T C"]:
-    """Selected positions. Where candidates are too few or too many for their room, queries are scored against all keys."""
+    """Selected positions. Where one of 8 queries would see too few candidates, they are scored against all keys."""
     batch, num_queries = q.shape[:2]
     num_keys = k.shape[1]
-    chunk = min(CHUNK, -(-num_queries // QUERIES) * QUERIES)
-    missing = -num_queries % chunk
-
-    def longer(x: Array, fill: int = 0) -> Array:
-        return jnp.pad(x, ((0, 0), (0, missing), *(((0, 0),) * (x.ndim - 2))), constant_values=fill)
-
-    if missing:
-        q, w, q_positions = jax.tree.map(longer, q), longer(w), longer(q_positions, -1)
-    vectors = linear_queries(q, k, w, q_positions).astype(jnp.bfloat16)
-    places = sampled(q_positions, SAMPLE)
-    sample = taken(k, places).astype(jnp.bfloat16)
-    length = list_length(settings, num_keys, top_k)
+    piece = piece_of(batch, num_queries, num_keys)
+    missing = max(0, piece.queries - num_queries)
+    # Of the whole row's queries, so that pieces of it have the same slopes.
+    slope_places, places = sampled(q_positions, SLOPE_KEYS), sampled(q_positions, SAMPLE)
     room = room_for(top_k)
+    # Of few queries, 64 go through the matrix instruction whatever their number.
+    lacking = -piece.queries % ROWS
+    kept = piece.queries // TOGETHER if num_queries <= FEW_QUERIES else None
 
     def some(row: Array, first: Array) -> Array:
-        def part(x: Array) -> Array:
-            return lax.dynamic_slice(x, (row, first, *([0] * (x.ndim - 2))), (1, chunk, *x.shape[2:]))
+        def part(x: Array, fill: int = 0) -> Array:
+            sizes = piece.rows, piece.queries - missing, *x.shape[2:]
+            x = lax.dynamic_slice(x, (row, first, *([0] * (x.ndim - 2))), sizes)
+            wide = (0, 0), (0, missing), *(((0, 0),) * (x.ndim - 2))
+            return jnp.pad(x, wide, constant_values=fill) if missing else x
 
-        def of_row(x: Array) -> Array:
-            return x if batch == 1 else lax.dynamic_slice_in_dim(x, row, 1)
+        def of_rows(x: Array) -> Array:
+            return lax.dynamic_slice_in_dim(x, row, piece.rows)
 
-        queries, weights, limits = jax.tree.map(part, q), part(w), part(q_positions)
-        keys = jax.tree.map(of_row, k)
-        mine = part(vectors)
-        cuts = thresholds(mine, of_row(sample), of_row(places), limits, settings, top_k)
-        bits = wanted_bits(mine, keys, cuts, limits, blocks=blocks, interpret=interpret)
-        bits, counts, enough = settled(bits, limits, num_keys, top_k)
-        enough &= jnp.all(counts <= length)
+        queries, weights, limits = jax.tree.map(part, q), part(w), part(q_positions, -1)
+        vectors = linear_queries(queries, k, weights, limits, of_rows(slope_places), row).astype(jnp.bfloat16)
+        cuts = thresholds_of_rows(vectors, k, of_rows(places), limits, row, settings, top_k)
+        wide = ((0, 0), (0, lacking))
+        bits = wanted_bits(
+            jnp.pad(vectors, (*wide, (0, 0))),
+            k,
+            jnp.pad(cuts, wide, constant_values=jnp.inf),
+            jnp.pad(limits, wide, constant_values=-1),
+            row,
+            kept=kept,
+            blocks=blocks,
+            interpret=interpret,
+        )
+        counts, edges = settled(bits, limits.reshape(-1), num_keys, top_k)
+        found = listed(queries, k, weights, limits, bits, counts, edges, row, room, blocks=blocks, interpret=interpret)
+        return found[:, : piece.queries - missing]
 
-        def everything() -> Array:
-            return prefill(queries, keys, weights, limits, room, blocks=blocks, interpret=interpret)
-
-        def candidates() -> Array:
-            listed = lists(bits[0], length, interpret=interpret)
-            given = {"listed": listed, "listed_counts": counts[0], "interpret": interpret}
-            return prefill(queries, keys, weights, limits, room, blocks=blocks, **given)
-
-        return lax.cond(enough, candidates, everything)[0]
-
-    starts = [(row, first) for row in range(batch) for first in range(0, q.shape[1], chunk)]
+    # The last piece overlaps its predecessor where pieces don't divide evenly.
+    rows, firsts = (
+        [max(0, min(first, length - size)) for first in range(0, length, size)]
+        for length, size in zip(q.shape[:2], piece, strict=True)
+    )
+    starts = [(row, first) for row in rows for first in firsts]
     if len(starts) == 1:
-        found = some(jnp.int32(0), jnp.int32(0))
-    else:
-        found = lax.map(lambda start: some(start[0], start[1]), jnp.array(starts, jnp.int32))
-    return found.reshape(batch, -1, top_k)[:, :num_queries]
+        return some(jnp.int32(0), jnp.int32(0))
+
+    def step(number: Array, found: Array) -> Array:
+        row, first = jnp.array(starts, jnp.int32)[number]
+        return lax.dynamic_update_slice(found, some(row, first), (row, first, jnp.int32(0)))
+
+    found = align(jnp.full((*q.shape[:2], top_k), -1, jnp.int32), q_positions)[0]
+    return lax.fori_loop(0, len(starts), step, found)
 
 
 def kept_part(settings: TwoStage, seen: Array | int, top_k: int) -> Array:
@@ -97,11 +128,27 @@ def kept_part(settings: TwoStage, seen: Array | int, top_k: int) -> Array:
     return jnp.clip(SPARE * settings.fewest(top_k) / jnp.maximum(seen, 1), settings.kept_fraction, 1.0)
 
 
-def list_length(settings: TwoStage, num_keys: int, top_k: int) -> int:
-    """Room for what 8 queries want, if each keeps a quarter more than it should and no two want the same."""
-    part = max(settings.kept_fraction, SPARE * settings.fewest(top_k) / num_keys)
-    wanted = min(num_keys, math.ceil(1.25 * TOGETHER * part * num_keys) + 1024)
-    return -(-wanted // _LIST) * _LIST
+def thresholds_of_rows(
+    vectors: Float[Array, "B T K"],
+    k: Float[Array, "R S K"] | Mxfp8,
+    places: Int[Array, "B C"],
+    q_positions: Int[Array, "B T"],
+    first_row: Int[Array, ""],
+    settings: TwoStage,
+    top_k: int,
+) -> Float[Array, "B T"]:
+    """`thresholds` from the keys at these places of the rows from first_row on, a few rows at a time."""
+
+    def one(given: tuple[Array, Array, Array, Array]) -> Array:
+        vectors, places, limits, row = given
+        sample = taken(k, places[None], row).astype(jnp.bfloat16)
+        return thresholds(vectors[None], sample, places[None], limits[None], settings, top_k)[0]
+
+    rows = first_row + jnp.arange(vectors.shape[0], dtype=jnp.int32)
+    given = align(vectors, places, q_positions, rows)
+    if vectors.shape[0] == 1:
+        return one((given[0][0], given[1][0], given[2][0], given[3][0]))[None]
+    return lax.map(one, given, batch_size=_SAMPLED_ROWS)
 
 
 def thresholds(
@@ -138,21 +185,25 @@ def thresholds(
 
 
 def settled(
-    bits: Int[Array, "B G W"], q_positions: Int[Array, "B T"], num_keys: int, top_k: int
-) -> tuple[Int[Array, "B G W"], Int[Array, "B G"], Array]:
-    """Bits of visible keys, with the first and the newest ones; how many; and whether all queries see enough of them."""
-    grouped = q_positions.reshape(*bits.shape[:2], TOGETHER)
-    last = jnp.minimum(jnp.max(grouped, axis=-1), num_keys - 1)[..., None]
-    first = jnp.min(jnp.where(grouped < 0, num_keys, grouped), axis=-1)[..., None]
+    bits: Int[Array, "N W"], q_positions: Int[Array, " T"], num_keys: int, top_k: int
+) -> tuple[Int[Array, " N"], Int[Array, "N 2"]]:
+    """How many keys each 8 queries look at, and their edges (see `gpu_listed.listed`), which add the first and newest keys.
+
+    All of them are looked at if there might be too few that the query of the first position sees.
+    """
+    grouped = q_positions.reshape(-1, TOGETHER)
+    last = jnp.minimum(jnp.max(grouped, axis=-1), num_keys - 1)
+    first = jnp.min(jnp.where(grouped < 0, num_keys, grouped), axis=-1)
     words = jnp.arange(bits.shape[-1], dtype=jnp.int32)
 
     def upto(place: Array) -> Array:
-        number = jnp.clip(place + 1 - words * WORD, 0, WORD)
+        number = jnp.clip(place[:, None] + 1 - words * WORD, 0, WORD)
         return jnp.where(number == WORD, -1, jnp.left_shift(1, jnp.minimum(number, WORD - 1)) - 1)
 
-    forced = (words == 0) | (words >= lax.div(first, WORD) - 1)
-    bits = jnp.where(forced, -1, bits) & upto(last)
-    counts = jnp.sum(lax.population_count(bits), axis=-1, dtype=jnp.int32)
-    least = jnp.sum(lax.population_count(bits & upto(first)), axis=-1, dtype=jnp.int32)
-    needed = jnp.where(last[..., 0] < 0, 0, jnp.minimum(first[..., 0] + 1, top_k))
-    return bits, counts, jnp.all(least >= needed)
+    forced = (words == 0) | (words >= lax.div(first, WORD)[:, None] - 1)
+    wanted = jnp.where(forced, -1, bits) & upto(last)
+    counts = jnp.sum(lax.population_count(wanted), axis=-1, dtype=jnp.int32)
+    least = jnp.sum(lax.population_count(wanted & upto(first)), axis=-1, dtype=jnp.int32)
+    enough = least >= jnp.where(last < 0, 0, jnp.minimum(first + 1, top_k))
+    edges = jnp.stack([jnp.where(enough, first, 0), last], axis=-1)
+    return jnp.where(enough, counts, last + 1), edges

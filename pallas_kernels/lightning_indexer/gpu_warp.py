@@ -88,9 +88,9 @@ class Warp:
         """The bits of a non-negative integer, `count` places lower."""
         return arith.shrui(a, self.integer(count))
 
-    def shift_up(self, a: Value, count: int) -> Value:
-        """The bits of an integer, `count` places higher."""
-        return arith.shli(a, self.integer(count))
+    def shift_up(self, a: Value, count: Value | int) -> Value:
+        """The bits of an integer, `count` places higher, of which there are less than 32."""
+        return arith.shli(self._int(a), self._int(count))
 
     def first_one(self, a: Value) -> Value:
         """Place of the lowest set bit of an integer that isn't 0."""

@@ -24,22 +24,41 @@ def sampled(q_positions: Int[Array, "B T"], count: int) -> Int[Array, "B C"]:
     return number * (seen // count) + number * (seen % count) // count
 
 
-def taken(k: Float[Array, "B S K"] | Mxfp8, places: Int[Array, "B C"]) -> Float[Array, "B C K"]:
-    """The keys at these places."""
-    pick = jax.vmap(lambda row, index: row[index])
-    return plain(jax.tree.map(lambda x: pick(x, jnp.minimum(places, k.shape[1] - 1)), k))
+def taken(
+    k: Float[Array, "R S K"] | Mxfp8, places: Int[Array, "B C"], first_row: Int[Array, ""] | int = 0
+) -> Float[Array, "B C K"]:
+    """The keys at these places of the rows first_row .. first_row + B - 1."""
+    rows = first_row + jnp.arange(places.shape[0])[:, None]
+    places = jnp.minimum(places, k.shape[1] - 1)
+    return plain(jax.tree.map(lambda x: x[rows, places], k))
 
 
 def linear_queries(
     q: Float[Array, "B T H K"] | Mxfp8,
-    k: Float[Array, "B S K"] | Mxfp8,
+    k: Float[Array, "R S K"] | Mxfp8,
+    w: Float[Array, "B T H"],
+    q_positions: Int[Array, "B T"],
+    places: Int[Array, "B C"] | None = None,
+    first_row: Int[Array, ""] | int = 0,
+) -> Float[Array, "B T K"]:
+    """Σ_h a_h w_h q_h, float32 or better, with a_h the part of the sampled keys that the query sees where q_h · k > 0.
+
+    Where these are only some of a row's queries, `places` are those of the sample of all of them; they are queries of the
+    keys' rows first_row .. first_row + B - 1.
+    """
+    places = sampled(q_positions, SLOPE_KEYS) if places is None else places
+    return linear_by(taken(k, places, first_row), places, q, w, q_positions)
+
+
+def linear_by(
+    keys: Float[Array, "B C K"],
+    places: Int[Array, "B C"],
+    q: Float[Array, "B T H K"] | Mxfp8,
     w: Float[Array, "B T H"],
     q_positions: Int[Array, "B T"],
 ) -> Float[Array, "B T K"]:
-    """Σ_h a_h w_h q_h, float32 or better, with a_h the part of the sampled keys that the query sees where q_h · k > 0."""
+    """`linear_queries` with slopes from these keys, which are at these places."""
     batch, num_queries, heads, _ = q.shape
-    places = sampled(q_positions, SLOPE_KEYS)
-    keys = taken(k, places)
 
     def block(given: tuple, sample: tuple, _: tuple) -> jax.Array:
         some_q, some_w, positions = given

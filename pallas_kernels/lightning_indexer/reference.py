@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.lightning_indexer.pages import PagedKeys
 from pallas_kernels.lightning_indexer.visibility import visible_keys
 from pallas_kernels.mxfp8 import Mxfp8
 from pallas_kernels.precision import at_least_float32, einsum
@@ -30,7 +31,7 @@ def index_scores(
 
 def lightning_indexer(
     q: Float[Array, "B T H K"] | Mxfp8,
-    k: Float[Array, "B S K"] | Mxfp8,
+    k: Float[Array, "B S K"] | Mxfp8 | PagedKeys,
     w: Float[Array, "B T H"],
     *,
     top_k: int,
@@ -39,7 +40,7 @@ def lightning_indexer(
     key_segment_ids: Int[Array, "B S"] | None,
 ) -> Int[Array, "B T C"]:
     """Indices of the selected keys: sorted by falling score then rising position, the invisible dropped."""
-    q, k, w = jax.lax.stop_gradient((q, k, w))
+    q, k, w = jax.lax.stop_gradient((q, k.whole() if isinstance(k, PagedKeys) else k, w))
     num_keys = k.shape[1]
     scores = index_scores(q, k, w, q_positions=q_positions, segment_ids=segment_ids, key_segment_ids=key_segment_ids)
     visible = visible_keys(q_positions, jnp.arange(num_keys), segment_ids, key_segment_ids)

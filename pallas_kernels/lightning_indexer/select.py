@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.lightning_indexer.blocks import pinned
+from pallas_kernels.lightning_indexer.pages import PagedKeys
 from pallas_kernels.lightning_indexer.visibility import Visibility
 from pallas_kernels.mxfp8 import Mxfp8
 from pallas_kernels.precision import at_least_float32, einsum
@@ -43,14 +44,15 @@ def plain(array: jax.Array | Mxfp8) -> jax.Array:
     return array.dequantize(jnp.bfloat16) if isinstance(array, Mxfp8) else array
 
 
-def score_dtype(*arrays: jax.Array | Mxfp8) -> jnp.dtype:
+def score_dtype(*arrays: jax.Array | Mxfp8 | PagedKeys) -> jnp.dtype:
     """In which scores are summed: float32 or better."""
-    return at_least_float32(*(jnp.bfloat16 if isinstance(array, Mxfp8) else array for array in arrays))
+    kinds = [array.pages if isinstance(array, PagedKeys) and not array.mxfp8 else array for array in arrays]
+    return at_least_float32(*(jnp.bfloat16 if isinstance(kind, Mxfp8 | PagedKeys) else kind for kind in kinds))
 
 
 def score_keys(
     q: Float[Array, "B T H K"] | Mxfp8,
-    k: Float[Array, "B S K"] | Mxfp8,
+    k: Float[Array, "B S K"] | Mxfp8 | PagedKeys,
     w: Float[Array, "B T H"],
     visibility: Visibility,
     tile: int,
@@ -69,7 +71,11 @@ def score_keys(
 
     def step(i: jax.Array, scores: jax.Array) -> jax.Array:
         start = jnp.minimum(i * tile, num_keys - tile)
-        keys = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, tile, axis=1), pinned(k, i))
+        keys = pinned(k, i)
+        if isinstance(keys, PagedKeys):
+            keys = keys.tile(start, tile)
+        else:
+            keys = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, tile, axis=1), keys)
         block = tile_scores(q, plain(keys), w)
         if rankable:
             block = jnp.where(block > lowest, block, lowest)
@@ -113,7 +119,7 @@ def select(scores: Float[Array, "B T S"], top_k: int) -> Selection:
 
 def select_block(
     q: Float[Array, "B T H K"] | Mxfp8,
-    k: Float[Array, "B S K"] | Mxfp8,
+    k: Float[Array, "B S K"] | Mxfp8 | PagedKeys,
     w: Float[Array, "B T H"],
     visibility: Visibility,
     top_k: int,

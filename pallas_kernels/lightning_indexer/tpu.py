@@ -14,14 +14,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.lightning_indexer.pages import PagedKeys
 from pallas_kernels.lightning_indexer.tpu_kernel import BYTES, TOGETHER, Shape, run
+from pallas_kernels.lightning_indexer.tpu_pages import unfit_pages
 from pallas_kernels.lightning_indexer.tpu_select import LANES, SUBLANES, TILE, WORD
 from pallas_kernels.manual_axes import align, axes_left_to_xla
-from pallas_kernels.mxfp8 import Mxfp8
+from pallas_kernels.mxfp8 import BLOCK, Mxfp8
 from pallas_kernels.target import platform
 
 Queries = Float[Array, "B T H K"] | Mxfp8
-Keys = Float[Array, "B S K"] | Mxfp8
+Keys = Float[Array, "B S K"] | Mxfp8 | PagedKeys
 
 MOST, MOST_KEYS, WIDEST, MOST_HEADS = 2048, 2**20, 256, 64
 _QUERIES = (32, 16, 8)
@@ -36,7 +38,10 @@ _ELSE = 12 * 2**20
 
 def obstacle(q: Queries, k: Keys, w: Float[Array, "B T H"], top_k: int, named: bool) -> str | None:
     """Why the kernel can't run for this call, or None. Off a TPU it is taken for programs traced for one, or by name."""
-    for name, x in {"q": q, "k": k}.items():
+    if isinstance(k, PagedKeys) and k.joined:
+        return "pages are bytes; the TPU kernel takes MXFP8 pages as Mxfp8, whose scales lie apart."
+    keys = k.pages if isinstance(k, PagedKeys) else k
+    for name, x in {"q": q, "k": keys}.items():
         if not isinstance(x, Mxfp8) and x.dtype not in (jnp.float32, jnp.bfloat16):
             return f"{name} has dtype {x.dtype}; the TPU kernel takes float32, bfloat16 and MXFP8."
     if w.dtype != jnp.float32:
@@ -49,6 +54,8 @@ def obstacle(q: Queries, k: Keys, w: Float[Array, "B T H"], top_k: int, named: b
         return f"top_k={top_k}; the TPU kernel selects at most {MOST}."
     if k.shape[1] > MOST_KEYS:
         return f"there are {k.shape[1]} keys a row; VMEM holds the scores of {MOST_KEYS} for eight queries."
+    if isinstance(k, PagedKeys) and (unfit := unfit_pages(k.page, k.width, k.mxfp8)) is not None:
+        return unfit
     if (left := axes_left_to_xla()) is not None:
         return left
     if platform() != "tpu" and not (named and isinstance(w, Tracer)):
@@ -73,17 +80,21 @@ def lightning_indexer(
     batch, num_queries, heads, width = q.shape
     num_keys = k.shape[1]
     tiles = -(-num_keys // TILE)
-    fits = next((rows for rows in _QUERIES if 4 * rows * tiles * TILE <= _SCORES), _QUERIES[-1])
+    together = next((rows for rows in _QUERIES if 4 * rows * tiles * TILE <= _SCORES), _QUERIES[-1])
+    together = min(num_queries, together)
+    paged = isinstance(k, PagedKeys)
+    stored: Any = k.pages if isinstance(k, PagedKeys) else k
     segmented = segment_ids is not None and key_segment_ids is not None
     shape = Shape(
-        rows=min(num_queries, fits),
-        blocks=-(-num_queries // min(num_queries, fits)),
+        rows=together,
+        blocks=-(-num_queries // together),
         heads=heads,
         width=width,
         keys=min(TILE, -(-num_keys // TOGETHER) * TOGETHER),
         top_k=top_k,
-        low=(isinstance(q, Mxfp8), isinstance(k, Mxfp8)),
+        low=(isinstance(q, Mxfp8), isinstance(stored, Mxfp8)),
         segmented=segmented,
+        paged=paged,
     )
     positions = jnp.minimum(q_positions.astype(jnp.int32), num_keys - 1)
     # What a query has besides its vectors, in one array with queries along lanes: few lanes would take as much memory as
@@ -120,21 +131,36 @@ def lightning_indexer(
         (1, joined.shape[1], LANES),
         lambda row, block, tile, ends: (row, 0, block * shape.rows >> (LANES.bit_length() - 1)),
     )
-    inputs = [joined, _elements(q), _elements(k)]
-    specs = [lanes, per_query(shape.rows, heads, width), keys]
-    if isinstance(k, Mxfp8):
-        inputs.append(jnp.swapaxes(jnp.asarray(k.scale), 1, 2))
-        specs.append(per_key(inputs[-1].shape[1], True))
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    inputs = [joined, _elements(q), _elements(stored)]
+    specs = [lanes, per_query(shape.rows, heads, width), anywhere if paged else keys]
+    if isinstance(stored, Mxfp8):
+        inputs.append(jnp.swapaxes(jnp.asarray(stored.scale), 1, 2))
+        specs.append(anywhere if paged else per_key(inputs[-1].shape[1], True))
     if segmented:
         assert key_segment_ids is not None
         inputs.append(key_segment_ids.astype(jnp.int32)[:, None])
         specs.append(per_key(1, False))
+    scratch = []
+    if isinstance(k, PagedKeys):
+        inputs.append(k.page_table[:, None])
+        of_row = pl.BlockSpec(
+            (1, 1, k.page_table.shape[1]), lambda row, block, tile, ends: (row, 0, 0), memory_space=pltpu.SMEM
+        )
+        specs.append(of_row)
+        scratch += [
+            pltpu.VMEM((2, shape.keys, width), _elements(stored).dtype),
+            pltpu.SemaphoreType.DMA((2, 2)),
+        ]
+        if isinstance(stored, Mxfp8):
+            scratch.append(pltpu.VMEM((2, shape.keys // k.page, *inputs[3].shape[1:]), jnp.uint8))
     operands = align(ends, *inputs)
-    exact = any(not isinstance(x, Mxfp8) and x.dtype == jnp.float32 for x in (q, k))
+    exact = any(not isinstance(x, Mxfp8) and x.dtype == jnp.float32 for x in (q, stored))
     dtype = jnp.dtype(jnp.float32 if exact else jnp.bfloat16)
     chosen = jax.ShapeDtypeStruct(
         (batch, num_queries, top_k), jnp.int32, manual_axis_type=jax.typeof(operands[0]).manual_axis_type
     )
+    key_bytes = width + width // BLOCK if shape.low[1] else width * _elements(stored).dtype.itemsize
     scores = 4 * shape.groups * SUBLANES * tiles * TILE
     return pl.pallas_call(
         partial(run, shape=shape),
@@ -151,6 +177,7 @@ def lightning_indexer(
                 pltpu.VMEM((shape.groups, tiles, WORD, SUBLANES, LANES), jnp.int32),
                 pltpu.VMEM((tiles, SUBLANES, LANES), jnp.int32),
                 pltpu.VMEM((-(-top_k // LANES), SUBLANES, LANES), jnp.int32),
+                *scratch,
             ],
         ),
         out_shape=chosen,
@@ -161,14 +188,14 @@ def lightning_indexer(
         cost_estimate=pl.CostEstimate(
             flops=2 * batch * num_queries * num_keys * heads * (width + 2),
             transcendentals=0,
-            bytes_accessed=shape.blocks * sum(x.size * x.dtype.itemsize for x in inputs[2:]) + 4 * chosen.size,
+            bytes_accessed=shape.blocks * batch * num_keys * key_bytes + 4 * chosen.size,
         ),
         name="lightning_indexer",
         interpret=interpret,
     )(*operands)
 
 
-def _elements(x: Queries | Keys) -> jax.Array:
+def _elements(x: jax.Array | Mxfp8) -> jax.Array:
     return x.elements if isinstance(x, Mxfp8) else x
 
 

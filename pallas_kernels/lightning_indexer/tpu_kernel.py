@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.lightning_indexer.tpu_pages import Pages
 from pallas_kernels.lightning_indexer.tpu_select import INVISIBLE, LANES, SUBLANES, TILE, Places, order, select
 from pallas_kernels.mxfp8 import BLOCK
 
@@ -31,6 +32,7 @@ class Shape(NamedTuple):
         top_k: keys to select.
         low: whether queries and keys are MXFP8.
         segmented: whether there are segments.
+        paged: whether keys are in pages.
     """
 
     rows: int
@@ -41,6 +43,7 @@ class Shape(NamedTuple):
     top_k: int
     low: tuple[bool, bool]
     segmented: bool
+    paged: bool = False
 
     @property
     def groups(self) -> int:
@@ -72,13 +75,20 @@ class _Work(NamedTuple):
 
 def run(ends: Any, numbers: Any, q: Any, k: Any, *refs: Any, shape: Shape) -> None:
     """A step of the grid; `ends` are one past the last key that each block of queries sees."""
-    scale = refs[0] if shape.low[1] else None
-    key_segments = refs[int(shape.low[1])] if shape.segmented else None
-    out, *scratch = refs[shape.low[1] + shape.segmented :]
-    work = _Work(*scratch)
+    left = list(refs)
+    scale = left.pop(0) if shape.low[1] else None
+    key_segments = left.pop(0) if shape.segmented else None
+    table = left.pop(0) if shape.paged else None
+    out, *scratch = left
+    work = _Work(*scratch[: len(_Work._fields)])
     tile = pl.program_id(2)
     end = ends[pl.program_id(0) * shape.blocks + pl.program_id(1)]
     seen = tile * TILE < end
+    scored = seen & (end > shape.top_k)
+    keys: Any = _Tile(k, scale)
+    if shape.paged:
+        slots, arrived, *scale_slots = scratch[len(_Work._fields) :]
+        keys = Pages(table, k, scale, slots, scale_slots[0] if scale_slots else None, arrived)
 
     @pl.when(tile == 0)
     def begin() -> None:
@@ -86,9 +96,13 @@ def run(ends: Any, numbers: Any, q: Any, k: Any, *refs: Any, shape: Shape) -> No
         for group in range(shape.groups):
             _prepare(group, q, work, shape)
 
-    @pl.when(seen & (end > shape.top_k))
+    @pl.when(scored)
     def score() -> None:
-        _score(tile, end, k, scale, key_segments, work, shape)
+        if shape.paged:
+            pl.when(tile == 0)(lambda: keys.start(tile, end))
+            pl.when((tile + 1) * TILE < end)(lambda: keys.start(tile + 1, end))
+            keys.wait(tile, end)
+        _score(tile, end, keys, key_segments, work, shape)
 
     @pl.when(seen & (end <= shape.top_k))
     def take_all() -> None:
@@ -167,14 +181,37 @@ def _scaled_queries(rows: jax.Array, columns: jax.Array, first: int, head: int) 
     return rows * halves * factor
 
 
-def _score(tile: Any, end: Any, k: Any, scale: Any, key_segments: Any, work: _Work, shape: Shape) -> None:
+class _Tile(NamedTuple):
+    """References to a tile of keys that lie in order.
+
+    Attributes:
+        keys: [1, keys, K].
+        scales: [1, K / 32, keys], or None.
+    """
+
+    keys: Any
+    scales: Any
+
+    def rows(self, tile: Any, rows: Any) -> jax.Array:
+        """Some of the keys."""
+        return self.keys[0, rows]
+
+    def scales_of(self, tile: Any, part: Any, size: int) -> list[jax.Array]:
+        """Scales [K / 32, size] of the part's keys."""
+        return [self.scales[0, :, pl.ds(pl.multiple_of(part * size, size), size)]]
+
+
+def _score(tile: Any, end: Any, source: Any, key_segments: Any, work: _Work, shape: Shape) -> None:
     """Orders of a tile's scores, for all groups."""
 
     def one(part: Any, carry: Any) -> Any:
-        rows = pl.ds(pl.multiple_of(part * TOGETHER, TOGETHER), TOGETHER)
-        keys = k[0, rows]
-        if scale is not None:
-            keys = _scaled_keys(_from_e4m3(keys), scale[0, :, rows])
+        keys = source.rows(tile, pl.ds(pl.multiple_of(part * TOGETHER, TOGETHER), TOGETHER))
+        if source.scales is not None:
+            keys, runs, first = _from_e4m3(keys), [], 0
+            for scale in source.scales_of(tile, part, TOGETHER):
+                runs.append(_scaled_keys(keys[first : first + scale.shape[1]], scale))
+                first += scale.shape[1]
+            keys = jnp.concatenate(runs) if len(runs) > 1 else runs[0]
         keys = keys.astype(work.queries.dtype)
         exact = jax.lax.Precision.HIGHEST if keys.dtype == jnp.float32 else None
         for group in range(shape.groups):

@@ -4,6 +4,7 @@ Sources: HISA (arXiv 2603.28458) for mean-pooled blocks; the elementwise bound i
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
@@ -193,7 +194,7 @@ class Stage:
 
         def everything() -> tuple[jax.Array, jax.Array]:
             scores = score_keys(q, k, w, visibility, self.tile, rankable=True)
-            return _chosen(scores, self.top_k, None)
+            return chosen(scores, self.top_k, None)
 
         return jax.lax.cond(few, everything, lambda: self._in_two(q, k, w, visibility, coarse, vectors, everything))
 
@@ -216,8 +217,8 @@ class Stage:
         kept = (jnp.arange(self.kept) < most[..., None]) & (best > -jnp.inf)
         num_blocks = scores.shape[-1]
         ordered = jnp.sort(jnp.where(kept, blocks, num_blocks), axis=-1)
-        found, positions = self._score_blocks(q, k, w, visibility, ordered)
-        result = _chosen(found, self.top_k, positions)
+        found, positions = self.score_blocks(q, k, w, visibility, ordered)
+        result = chosen(found, self.top_k, positions)
         if self.settings.coarse != "bound":
             return result
         taken = jnp.put_along_axis(
@@ -295,16 +296,28 @@ class Stage:
         mask = jnp.pad(mask, ((0, 0), (0, 0), (0, num_blocks * size - num_keys)))
         return jnp.sum(mask.reshape(*mask.shape[:2], num_blocks, size), axis=-1, dtype=jnp.int32)
 
-    def _score_blocks(
-        self, q: Any, k: Any, w: jax.Array, visibility: Visibility, blocks: jax.Array
+    def score_blocks(
+        self,
+        q: Any,
+        k: Any,
+        w: jax.Array,
+        visibility: Visibility,
+        blocks: jax.Array,
+        gather: Callable[[jax.Array], jax.Array] | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Scores of the keys of the named blocks, -inf where invisible, and their positions: both [B, T, kept · size]."""
+        """Scores of the keys of the named blocks, -inf where invisible, and their positions: both [B, T, kept · size].
+
+        `gather` finds blocks [B, T, N, size, K] by their numbers [B, T, N], all of which exist.
+        """
         size, num_keys = self.settings.block_size, k.shape[1]
         q, dtype = plain(q), score_dtype(q, k, w)
         num_blocks = -(-num_keys // size)
         padding = -blocks.shape[-1] % self.chunk
         blocks = jnp.pad(blocks, ((0, 0), (0, 0), (0, padding)), constant_values=num_blocks)
         blocked = self._blocked(k)
+        gather = gather or (
+            lambda index: plain(jax.tree.map(lambda x: jax.vmap(lambda row, i: row[i])(x, index), blocked))
+        )
         lowest = jnp.finfo(dtype).min
         shape = *blocks.shape[:2], blocks.shape[2] * size
 
@@ -320,8 +333,7 @@ class Stage:
             scores, positions = carry
             chosen = jax.lax.dynamic_slice_in_dim(blocks, i * self.chunk, self.chunk, axis=2)
             inside = jnp.minimum(chosen, num_blocks - 1)
-            keys = jax.tree.map(lambda x: jax.vmap(lambda row, index: row[index])(x, inside), blocked)
-            keys = plain(keys).reshape(*chosen.shape[:2], self.chunk * size, -1)
+            keys = gather(inside).reshape(*chosen.shape[:2], self.chunk * size, -1)
             dots = einsum("bthk,btsk->bths", q, keys)
             dots = jnp.where(dots <= 0, 0, dots)
             part = einsum("bth,bths->bts", w, dots)
@@ -350,10 +362,10 @@ class Stage:
         return jax.tree.map(cut, k)
 
 
-def _chosen(scores: jax.Array, top_k: int, positions: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def chosen(scores: jax.Array, top_k: int, positions: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """The positions of the best scores, ascending, -1 at the end, and these scores."""
     indices = selected_indices(select(scores, top_k), top_k)
-    chosen = jnp.take_along_axis(scores, jnp.maximum(indices, 0), axis=-1)
+    best = jnp.take_along_axis(scores, jnp.maximum(indices, 0), axis=-1)
     if positions is not None:
         indices = jnp.where(indices < 0, -1, jnp.take_along_axis(positions, jnp.maximum(indices, 0), axis=-1))
-    return indices, jnp.where(indices < 0, -jnp.inf, chosen)
+    return indices, jnp.where(indices < 0, -jnp.inf, best)

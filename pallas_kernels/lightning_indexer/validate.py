@@ -79,18 +79,19 @@ def check_visibility(
 def check_indexer(
     operation: str,
     q: jax.Array | Mxfp8,
-    k: jax.Array | Mxfp8,
+    k: jax.Array | Mxfp8 | None,
     w: jax.Array,
     names: tuple[str, str, str] = ("q", "k", "w"),
 ) -> None:
-    """Raises unless the indexer's queries, keys and head weights fit together."""
+    """Raises unless the indexer's queries, keys (None: pages, which `paged_keys` checks) and head weights fit together."""
     check_shape(operation, names[0], q, "[B, T, H, K]", (None, None, None, None))
-    check_shape(operation, names[1], k, "[B, S, K]", (q.shape[0], None, q.shape[3]))
+    if k is not None:
+        check_shape(operation, names[1], k, "[B, S, K]", (q.shape[0], None, q.shape[3]))
     check_shape(operation, names[2], w, "[B, T, H]", q.shape[:3])
     for name, array in zip(names, (q, k, w), strict=True):
         if isinstance(array, Mxfp8):
             array.check(f"{operation}: {name}")
-        else:
+        elif array is not None:
             check_floating(operation, **{name: array})
     if jnp.finfo(w.dtype).bits < 32:
         raise TypeError(

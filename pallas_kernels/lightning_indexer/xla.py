@@ -8,13 +8,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.lightning_indexer.blocks import in_blocks, plan
+from pallas_kernels.lightning_indexer.pages import PagedKeys
 from pallas_kernels.lightning_indexer.select import score_dtype, score_keys, select, select_block, selected_indices
 from pallas_kernels.lightning_indexer.visibility import Visibility
 from pallas_kernels.mxfp8 import Mxfp8
 from pallas_kernels.target import platform
 
 Queries = Float[Array, "B T H K"] | Mxfp8
-Keys = Float[Array, "B S K"] | Mxfp8
+Keys = Float[Array, "B S K"] | Mxfp8 | PagedKeys
 
 
 def score_rows() -> int:
@@ -49,7 +50,7 @@ def lightning_indexer(
     """Indices of the selected keys."""
     tile = score_tile(k, budget_bytes)
 
-    def block(sliced: tuple, keys: jax.Array | Mxfp8, constants: tuple[Any, Any]) -> jax.Array:
+    def block(sliced: tuple, keys: jax.Array | Mxfp8 | PagedKeys, constants: tuple[Any, Any]) -> jax.Array:
         block_q, block_w, positions, segments = sliced
         visibility = Visibility(positions, segments, constants[1])
         return selected_indices(select_block(block_q, keys, block_w, visibility, top_k, tile), top_k)
@@ -70,7 +71,9 @@ def index_candidates(
     """Indices of the selected keys and their scores."""
     tile = score_tile(k, budget_bytes)
 
-    def block(sliced: tuple, keys: jax.Array | Mxfp8, constants: tuple[Any, Any]) -> tuple[jax.Array, jax.Array]:
+    def block(
+        sliced: tuple, keys: jax.Array | Mxfp8 | PagedKeys, constants: tuple[Any, Any]
+    ) -> tuple[jax.Array, jax.Array]:
         block_q, block_w, positions, _ = sliced
         scores = score_keys(block_q, keys, block_w, Visibility(positions), tile, rankable=True)
         indices = selected_indices(select(scores, top_k), top_k)
@@ -94,7 +97,7 @@ def index_scores(
     """Scores in float32 or better, -inf where invisible."""
     tile = score_tile(k, budget_bytes)
 
-    def block(sliced: tuple, keys: jax.Array | Mxfp8, constants: tuple[Any, Any]) -> jax.Array:
+    def block(sliced: tuple, keys: jax.Array | Mxfp8 | PagedKeys, constants: tuple[Any, Any]) -> jax.Array:
         block_q, block_w, positions, segments = sliced
         visibility = Visibility(positions, segments, constants[1])
         return score_keys(block_q, keys, block_w, visibility, tile, rankable=False)
@@ -105,7 +108,7 @@ def index_scores(
 def _over_queries(
     block: Any,
     q: jax.Array | Mxfp8,
-    k: jax.Array | Mxfp8,
+    k: jax.Array | Mxfp8 | PagedKeys,
     w: jax.Array,
     q_positions: jax.Array,
     segment_ids: jax.Array | None,

@@ -61,8 +61,10 @@ class NumpyWarp:
         assert (a >= 0).all()
         return a >> count
 
-    def shift_up(self, a: Any, count: int) -> np.ndarray:
-        return (a.astype(np.int64) << count).astype(np.int32)
+    def shift_up(self, a: Any, count: Any) -> np.ndarray:
+        count = self._int(count)
+        assert ((count >= 0) & (count < 32)).all()
+        return (self._int(a).astype(np.int64) << count).astype(np.int32)
 
     def first_one(self, a: Any) -> np.ndarray:
         assert (a != 0).all()

@@ -242,6 +242,7 @@ def test_interpreted(
     # Part of a tile of queries, a key tile that nobody sees, one that is cut off, keys that hold NaN.
     if wide_bytes is not None:
         monkeypatch.setattr(gpu, "WIDE_BYTES", wide_bytes)
+        monkeypatch.setattr(gpu, "FEW_QUERIES", 2)
     inputs = draw(batch, queries, 180, seed=queries)
     inputs["q_positions"] = np.minimum(inputs["q_positions"], 150)
     want = chosen(inputs, 16)

@@ -244,7 +244,8 @@ def test_where_it_is_chosen() -> None:
             assert call(spec, None) == "tpu"
         assert call(TINY[0], "xla") == "xla"
         assert call(TINY[0], None, q=SHAPE((2, 40, 4, 16), jnp.float16)) == "xla"
-        assert call(PREFILL[1], None, two_stage=TwoStage()) == "xla"
+        assert call(PREFILL[1], None, two_stage=TwoStage()) == "tpu"
+        assert call(PREFILL[1], None, two_stage=TwoStage(8, 0.1, "mean")) == "xla"
 
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -252,7 +253,12 @@ REFUSED: dict[str, dict[str, Any]] = {
     "top_k=2049; the TPU kernel selects at most 2048": {"top_k": 2049},
     "there are 128 heads of 16": {"q": SHAPE((2, 40, 128, 16), jnp.float32), "w": SHAPE((2, 40, 128), jnp.float32)},
     "there are 1048577 keys a row": {"k": SHAPE((2, 2**20 + 1, 16), jnp.float32)},
-    "in two stages has no TPU kernel": {"spec": PREFILL[1], "two_stage": TwoStage()},
+    "blocks of 8 by their 'mean'": {"spec": PREFILL[1], "two_stage": TwoStage(8, 0.1, "mean")},
+    "two stages keep 65537 keys": {
+        "spec": PREFILL[2],
+        "k": SHAPE((1, 131073, 128), jnp.bfloat16),
+        "two_stage": TwoStage(1, 0.5),
+    },
 }
 
 
