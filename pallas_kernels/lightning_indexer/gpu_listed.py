@@ -14,8 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.lightning_indexer import gpu_prefill
-from pallas_kernels.lightning_indexer.gpu_prefill import GROUPS, HEADS, QUERIES, RAW, ROWS, TILE, WIDTH
+from pallas_kernels.lightning_indexer.gpu_gathered import Copies, PlainCopies
+from pallas_kernels.lightning_indexer.gpu_prefill import GROUPS, HEADS, QUERIES, RAW, ROWS, TILE, WIDTH, Emit, Plain
 from pallas_kernels.lightning_indexer.gpu_select import COLUMNS, STATE, Room
 from pallas_kernels.lightning_indexer.gpu_unpack import widen, widen_plainly
 from pallas_kernels.mxfp8 import Mxfp8
@@ -163,7 +163,7 @@ def listed(
             count, first, last = numbers[tile], numbers[tiles + tile], numbers[2 * tiles + tile]
             runs = lax.div(last + WORD * WORDS, WORD * WORDS)
             act = _PlainList() if interpret is not None else _List()
-            copies = gpu_prefill._PlainCopies() if interpret is not None else gpu_prefill._Copies(num_keys, whole)
+            copies = PlainCopies() if interpret is not None else Copies(num_keys, whole)
 
             def fetch_bits(run: Any) -> None:
                 @pl.when(run < runs)
@@ -274,7 +274,7 @@ def listed(
             first = tile * TILE + group * QUERIES  # of this warpgroup's queries, of all batch rows
             count = numbers[tile]
             state, room_of = states.at[group], candidates.at[me * GROUPS + group]
-            act = gpu_prefill._Plain(room) if interpret is not None else gpu_prefill._Emit(room, together)
+            act = Plain(room) if interpret is not None else Emit(room, together)
             w_low, w_high = act.weights(weights, first, 0), act.weights(weights, first, 1)
             act.begin(state, limits, first)
             plgpu.barrier_wait(q_full)

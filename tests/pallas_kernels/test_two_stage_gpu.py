@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.lightning_indexer import TwoStage, gpu, gpu_coarse, gpu_listed, gpu_prefill, gpu_two_stage
+from pallas_kernels.lightning_indexer import TwoStage, gpu, gpu_coarse, gpu_gathered, gpu_listed, gpu_two_stage
 from pallas_kernels.lightning_indexer.gpu_select import room_for
 from pallas_kernels.mxfp8 import Mxfp8
 from tests.pallas_kernels.numpy_warp import NumpyWarp
@@ -91,7 +91,7 @@ def test_four_warps_copy_the_keys_of_a_list(packed: bool) -> None:
     tile, lines = np.full(128 * 64, -1, np.int32), np.full(128, -1, np.int32)
     sources = [(narrow.view("<i4").reshape(-1), 0), (scales, 0)] if packed else [(wide.view("<i4").reshape(-1), 0)]
     for number in range(4):
-        gpu_prefill.copy_listed(NumpyWarp(number), sources, [(tile, 0), (lines, 0)], (places, 0), keys)
+        gpu_gathered.copy_listed(NumpyWarp(number), sources, [(tile, 0), (lines, 0)], (places, 0), keys)
     chosen = np.minimum(places, keys - 1)
     if packed:
         np.testing.assert_array_equal(tile[: 128 * 32].view(np.uint8).reshape(128, 128), narrow[chosen])
