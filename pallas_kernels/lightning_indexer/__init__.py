@@ -114,7 +114,7 @@ def lightning_indexer(
         obstacle = gpu.obstacle(q, keys, w, top_k, segment_ids is not None)
         if two_stage is not None:
             obstacle = obstacle or gpu.unfit_stages(q, two_stage)
-        return obstacle or (gpu.unproved(keys, two_stage) if implementation is None else None)
+        return obstacle or (gpu.unproved(q, keys, top_k, two_stage) if implementation is None else None)
 
     notes: dict[Implementation, Callable[[], str | None]] = {"gpu": lambda: gpu.single_stage(q, keys, two_stage)}
     chosen = _choose(operation, implementation, gpu_obstacle, two_stage, tpu_obstacle, notes)

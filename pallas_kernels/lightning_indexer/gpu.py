@@ -32,8 +32,11 @@ ROWS_BYTES = 58 * 2**20
 WIDE_BYTES = 32 * 2**20
 """Bytes of bfloat16 up to which MXFP8 keys are converted once beforehand, and not by every block of threads again."""
 
-PROVED_KEYS, PROVED_STAGES = 131072, 1048576
-"""Keys of a row up to which the kernels have run on a card; and those of two stages."""
+PROVED_KEYS = 1048576
+"""Keys of a row up to which the kernels have run on a card."""
+
+MOST_BLOCKS = 32
+"""Blocks of rows that a program for few queries a row scores one after the other; it has each of them written out."""
 
 PIECE = 32
 """Keys that are copied together at least: those whose scales fill 128 bytes."""
@@ -99,16 +102,20 @@ def single_stage(q: Queries, k: Keys, two_stage: TwoStage | None) -> str | None:
     )
 
 
-def unproved(k: Keys, two_stage: TwoStage | None = None) -> str | None:
+def unproved(q: Queries, k: Keys, top_k: int, two_stage: TwoStage | None = None) -> str | None:
     """Why nobody should get the kernels who doesn't ask for them, or None."""
-    if two_stage is not None:
-        if k.shape[1] > PROVED_STAGES:
-            return (
-                f"rows of {k.shape[1]} keys haven't run on a card yet, only up to {PROVED_STAGES}; name it to run it."
-            )
+    (batch, queries), keys = q.shape[:2], k.shape[1]
+    if keys > PROVED_KEYS:
+        return f"rows of {keys} keys haven't run on a card yet, only up to {PROVED_KEYS}; name it to run it."
+    if queries > FEW_QUERIES or (two_stage is not None and single_stage(q, k, two_stage) is None):
         return None
-    if k.shape[1] > PROVED_KEYS:
-        return f"rows of {k.shape[1]} keys haven't run on a card yet, only up to {PROVED_KEYS}; name it to run it."
+    together = _together(queries)
+    blocks = -(-queries // together) * -(-batch // rows_together(batch, together, keys, top_k, _blocks(None)))
+    if blocks > MOST_BLOCKS:
+        return (
+            f"{batch} rows of {queries} queries and {keys} keys are {blocks} blocks, more than {MOST_BLOCKS}, which take "
+            "minutes to compile; name it to run it."
+        )
     return None
 
 
@@ -170,7 +177,7 @@ def few(q: Any, k: Keys, w: Array, q_positions: Array, top_k: int, interpret: An
     from pallas_kernels.lightning_indexer.gpu_rows import select_rows
 
     batch, num_queries = q.shape[:2]
-    together = min(8, 1 << (num_queries - 1).bit_length())
+    together = _together(num_queries)
     q, w, q_positions = _padded(q, w, q_positions, -num_queries % together)
     rows = rows_together(batch, together, k.shape[1], top_k, _blocks(interpret))
     groups = 4 if together <= 2 else 2
@@ -197,6 +204,11 @@ def few(q: Any, k: Keys, w: Array, q_positions: Array, top_k: int, interpret: An
             blocks.append(chosen.reshape(-1, together, top_k))
         found.append(jnp.concatenate(blocks, axis=0))
     return jnp.concatenate(found, axis=1)[:, :num_queries]
+
+
+def _together(queries: int) -> int:
+    """Queries of a row that are scored together."""
+    return min(8, 1 << (queries - 1).bit_length())
 
 
 def rows_together(batch: int, queries: int, num_keys: int, top_k: int, blocks: int) -> int:

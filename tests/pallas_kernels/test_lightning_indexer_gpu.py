@@ -297,8 +297,14 @@ def test_what_it_cannot_do_is_said() -> None:
     assert "segment ids" in str(gpu.unfit(q, k, w, 16, True))
     many = jnp.zeros((1, 140001, 128), BF16)
     assert "140001 bfloat16 keys a row" in str(gpu.unfit(q, many, w, 16, False))
-    assert "rows of 140001 keys haven't run on a card yet" in str(gpu.unproved(many))
-    assert gpu.unproved(k) is None
+    assert gpu.unproved(q, many, 16) is None
+    assert gpu.unproved(q, k, 16) is None
+    long = jax.eval_shape(Mxfp8.quantize, jax.ShapeDtypeStruct((256, 2**20, 128), BF16))
+    over = jax.eval_shape(Mxfp8.quantize, jax.ShapeDtypeStruct((1, 2**21, 128), BF16))
+    assert "rows of 2097152 keys haven't run on a card yet" in str(gpu.unproved(q, over, 16))
+    eight, one = (jnp.zeros((256, queries, 32, 128), BF16) for queries in (8, 1))
+    assert "256 rows of 8 queries and 1048576 keys are 256 blocks, more than 32" in str(gpu.unproved(eight, long, 2048))
+    assert gpu.unproved(one, long, 2048) is None
     with pytest.raises(UnsupportedImplementationError, match="NVIDIA Hopper GPUs, and the platform is 'cpu'"):
         lightning_indexer(**given, top_k=3, implementation="gpu")
 

@@ -341,5 +341,5 @@ def test_what_it_cannot_do_is_said() -> None:
         some = jnp.zeros((batch, queries, 32, 128), BF16)
         assert gpu.unfit_stages(some, TwoStage()) is None
         assert ("all keys are scored" in str(gpu.single_stage(some, k, TwoStage()))) == said
-    assert "rows of 2097152 keys haven't run on a card yet" in str(gpu.unproved(long, TwoStage()))
+    assert "rows of 2097152 keys haven't run on a card yet" in str(gpu.unproved(q, long, 16, TwoStage()))
     assert gpu.unfit_stages(q, TwoStage()) is None
