@@ -15,7 +15,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.lightning_indexer.gpu_gathered import Copies, PlainCopies
-from pallas_kernels.lightning_indexer.gpu_prefill import GROUPS, HEADS, QUERIES, RAW, ROWS, TILE, WIDTH, Emit, Plain
+from pallas_kernels.lightning_indexer.gpu_prefill import (
+    GROUPS,
+    HEADS,
+    QUERIES,
+    RAW,
+    ROWS,
+    TILE,
+    WIDTH,
+    Emit,
+    Plain,
+    select_from,
+)
 from pallas_kernels.lightning_indexer.gpu_select import COLUMNS, STATE, Room
 from pallas_kernels.lightning_indexer.gpu_unpack import widen, widen_plainly
 from pallas_kernels.mxfp8 import Mxfp8
@@ -271,56 +282,21 @@ def listed(
 
         def select_tile(number: Array, done: Array) -> Array:
             tile = tile_of(number)
-            first = tile * TILE + group * QUERIES  # of this warpgroup's queries, of all batch rows
-            count = numbers[tile]
-            state, room_of = states.at[group], candidates.at[me * GROUPS + group]
             act = Plain(room) if interpret is not None else Emit(room, together)
-            w_low, w_high = act.weights(weights, first, 0), act.weights(weights, first, 1)
-            act.begin(state, limits, first)
-            plgpu.barrier_wait(q_full)
-            if packed_q:
-                raw, scale = more["raw_q"].at[group], more["scale_q"].at[group]
-                if interpret is None:
-                    widen(raw, scale, q_slots.at[group], _SWIZZLED, queries=True)
-                else:
-                    wide = widen_plainly(raw[...].reshape(-1, WIDTH), scale[...].reshape(-1, 4))
-                    wide = wide.reshape(QUERIES, 2, HEADS // 2, WIDTH).swapaxes(0, 1)
-                    q_slots[group] = wide.reshape(2, ROWS, WIDTH)
-                plgpu.commit_smem()
-
-            def some(number: Array, carry: tuple[()]) -> tuple[()]:
-                """`together` tiles; while heads of one product are summed, the next product runs."""
-                step = number * together
-
-                def places_of(tile: int) -> Any:
-                    return picked.at[lax.rem(done + step + tile, LISTED)]
-
-                slots = [lax.rem(done + step + tile, stages) for tile in range(together)]
-                plgpu.barrier_wait(full.at[slots[0]])
-                low = act.multiply(q_slots.at[group, 0], k_slots.at[slots[0]])
-                sums: list[Array] = []
-                for tile, slot in enumerate(slots):
-                    high = act.multiply(q_slots.at[group, 1], k_slots.at[slot])
-                    if sums:
-                        act.append(sums[-1], places_of(tile - 1), step + tile == 1, state, room_of)
-                    act.wait(1)
-                    half = act.add(low, w_low)
-                    if tile + 1 < together:
-                        plgpu.barrier_wait(full.at[slots[tile + 1]])
-                        low = act.multiply(q_slots.at[group, 0], k_slots.at[slots[tile + 1]])
-                        act.wait(1)
-                    else:
-                        act.wait(0)
-                    plgpu.barrier_arrive(empty.at[slot])
-                    sums.append(act.add(high, w_high, half))
-                act.append(sums[-1], places_of(together - 1), step + together == 1, state, room_of)
-                act.make_room(state, room_of)
-                return carry
-
-            lax.fori_loop(0, lax.div(count, together), some, ())
-            plgpu.barrier_arrive(q_empty)
-            act.finish(state, room_of, out, first)
-            return done + count
+            return select_from(
+                act,
+                lambda step, tile: picked.at[lax.rem(done + step + tile, LISTED)],
+                group,
+                tile * TILE + group * QUERIES,  # of this warpgroup's queries, of all batch rows
+                numbers[tile],
+                done,
+                (weights, limits, out),
+                (q_slots, k_slots, states.at[group], candidates.at[me * GROUPS + group]),
+                (q_full, q_empty, full, empty),
+                (more["raw_q"], more["scale_q"]) if packed_q else None,
+                stages=stages,
+                together=together,
+            )
 
         # Who copies and who widens stay until everything was read: barriers must be even in the end.
         @pl.when(group == GROUPS)

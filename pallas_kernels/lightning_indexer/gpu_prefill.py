@@ -186,53 +186,21 @@ def prefill(
 
         def select_tile(number: Array, done: Array) -> Array:
             tile = tile_of(number)
-            first = tile * TILE + group * QUERIES  # of this warpgroup's queries, of all batch rows
-            count = ends[tile]
-            state, room_of = states.at[group], candidates.at[me * GROUPS + group]
             act = Plain(room) if interpret is not None else Emit(room, together)
-            w_low, w_high = act.weights(weights, first, 0), act.weights(weights, first, 1)
-            act.begin(state, limits, first)
-            plgpu.barrier_wait(q_full)
-            if packed_q:
-                raw, scale = more["raw_q"].at[group], more["scale_q"].at[group]
-                if interpret is None:
-                    widen(raw, scale, q_slots.at[group], SWIZZLED, queries=True)
-                else:
-                    wide = widen_plainly(raw[...].reshape(-1, WIDTH), scale[...].reshape(-1, 4))
-                    wide = wide.reshape(QUERIES, 2, HEADS // 2, WIDTH).swapaxes(0, 1)
-                    q_slots[group] = wide.reshape(2, ROWS, WIDTH)
-                plgpu.commit_smem()
-
-            def some(number: Array, carry: tuple[()]) -> tuple[()]:
-                """`together` tiles; while heads of one product are summed, the next product runs."""
-                step = number * together
-
-                slots = [lax.rem(done + step + tile, stages) for tile in range(together)]
-                plgpu.barrier_wait(full.at[slots[0]])
-                low = act.multiply(q_slots.at[group, 0], k_slots.at[slots[0]])
-                sums: list[Array] = []
-                for tile, slot in enumerate(slots):
-                    high = act.multiply(q_slots.at[group, 1], k_slots.at[slot])
-                    if sums:
-                        act.append(sums[-1], (step + (tile - 1)) * COLUMNS, step + tile == 1, state, room_of)
-                    act.wait(1)
-                    half = act.add(low, w_low)
-                    if tile + 1 < together:
-                        plgpu.barrier_wait(full.at[slots[tile + 1]])
-                        low = act.multiply(q_slots.at[group, 0], k_slots.at[slots[tile + 1]])
-                        act.wait(1)
-                    else:
-                        act.wait(0)
-                    plgpu.barrier_arrive(empty.at[slot])
-                    sums.append(act.add(high, w_high, half))
-                act.append(sums[-1], (step + (together - 1)) * COLUMNS, step + together == 1, state, room_of)
-                act.make_room(state, room_of)
-                return carry
-
-            lax.fori_loop(0, lax.div(count, together), some, ())
-            plgpu.barrier_arrive(q_empty)
-            act.finish(state, room_of, out, first)
-            return done + count
+            return select_from(
+                act,
+                lambda step, tile: (step + tile) * COLUMNS,
+                group,
+                tile * TILE + group * QUERIES,  # of this warpgroup's queries, of all batch rows
+                ends[tile],
+                done,
+                (weights, limits, out),
+                (q_slots, k_slots, states.at[group], candidates.at[me * GROUPS + group]),
+                (q_full, q_empty, full, empty),
+                (more["raw_q"], more["scale_q"]) if packed_q else None,
+                stages=stages,
+                together=together,
+            )
 
         @pl.when(group == GROUPS)
         def _() -> None:
@@ -287,6 +255,79 @@ def prefill(
     return out.reshape(batch, num_queries, room.top_k)
 
 
+def select_from(
+    act: Any,
+    places_of: Callable[[Any, int], Any],
+    group: Any,
+    first: Any,
+    count: Any,
+    done: Any,
+    memory: tuple[Any, Any, Any],
+    slots: tuple[Any, Any, Any, Any],
+    barriers: tuple[Any, Any, Any, Any],
+    raw: tuple[Any, Any] | None,
+    *,
+    stages: int,
+    together: int,
+) -> Array:
+    """What a warpgroup that multiplies does for its four queries: all tiles of keys, and the selection.
+
+    Args:
+        act: what it does by itself, `Emit` or `Plain`.
+        places_of: the first position of a tile, or where its positions are, from the number of the first tile of
+            `together` and which of these it is.
+        group: which warpgroup.
+        first: number of the first query, of all rows.
+        count: tiles of keys.
+        done: tiles before.
+        memory: head weights, last visible positions, the result.
+        slots: of queries, of keys, the selections' state and candidates.
+        barriers: queries are there, and used; keys are there, and used.
+        raw: MXFP8 queries and their scales, where queries come so.
+        stages: slots of keys.
+        together: tiles a step.
+    """
+    weights, limits, out = memory
+    q_slots, k_slots, state, room_of = slots
+    q_full, q_empty, full, empty = barriers
+    w_low, w_high = act.weights(weights, first, 0), act.weights(weights, first, 1)
+    act.begin(state, limits, first)
+    plgpu.barrier_wait(q_full)
+    if raw is not None:
+        act.widen(raw[0].at[group], raw[1].at[group], q_slots, group)
+        plgpu.commit_smem()
+
+    def some(number: Array, carry: tuple[()]) -> tuple[()]:
+        """`together` tiles; while heads of one product are summed, the next product runs."""
+        step = number * together
+        slots = [lax.rem(done + step + tile, stages) for tile in range(together)]
+        plgpu.barrier_wait(full.at[slots[0]])
+        low = act.multiply(q_slots.at[group, 0], k_slots.at[slots[0]])
+        sums: list[Array] = []
+        for tile, slot in enumerate(slots):
+            high = act.multiply(q_slots.at[group, 1], k_slots.at[slot])
+            if sums:
+                act.append(sums[-1], places_of(step, tile - 1), step + tile == 1, state, room_of)
+            act.wait(1)
+            half = act.add(low, w_low)
+            if tile + 1 < together:
+                plgpu.barrier_wait(full.at[slots[tile + 1]])
+                low = act.multiply(q_slots.at[group, 0], k_slots.at[slots[tile + 1]])
+                act.wait(1)
+            else:
+                act.wait(0)
+            plgpu.barrier_arrive(empty.at[slot])
+            sums.append(act.add(high, w_high, half))
+        act.append(sums[-1], places_of(step, together - 1), step + together == 1, state, room_of)
+        act.make_room(state, room_of)
+        return carry
+
+    lax.fori_loop(0, lax.div(count, together), some, ())
+    plgpu.barrier_arrive(q_empty)
+    act.finish(state, room_of, out, first)
+    return done + count
+
+
 _WGMMA, _ROW, _SCALAR = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WG_SPLAT(())
 _REF = plgpu.RefType()
 
@@ -321,6 +362,10 @@ class Emit:
             begin(warp, warp.offset(place(states), warp.mul(warp.number, STATE)), limit)
 
         inline(emit, (_REF, _REF, _SCALAR))(states, limits, first)
+
+    def widen(self, raw: Any, scale: Any, q_slots: Any, group: Any) -> None:
+        """Four MXFP8 queries as the products want them."""
+        widen(raw, scale, q_slots.at[group], SWIZZLED, queries=True)
 
     def multiply(self, q: Any, k: Any) -> Array:
         """See `multiply`."""
@@ -427,6 +472,12 @@ class Plain:
     def begin(self, states: Any, limits: Any, first: Array) -> None:
         """Empty selections of four queries."""
         begin_plainly(states, limits, first)
+
+    def widen(self, raw: Any, scale: Any, q_slots: Any, group: Any) -> None:
+        """Four MXFP8 queries as the products want them."""
+        wide = widen_plainly(raw[...].reshape(-1, WIDTH), scale[...].reshape(-1, 4))
+        wide = wide.reshape(QUERIES, 2, HEADS // 2, WIDTH).swapaxes(0, 1)
+        q_slots[group] = wide.reshape(2, ROWS, WIDTH)
 
     def multiply(self, q: Any, k: Any) -> Array:
         """A product [64, 128] of rows of q and rows of k."""
