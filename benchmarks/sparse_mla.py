@@ -4,10 +4,10 @@
 
 Each case draws fresh queries, latents and indices, checks the results of some queries against float64 on the host, then
 times calls. "kernels" is the time of a call's kernels on the device, merging included: medians of a profiler's trace of
-calls. "chain" is the median of seven chains of calls inside one program, each of which needs the one before, divided by
-their length: it has XLA's loop in it, a write to the queries and some 20 us. The rate is of the former and counts
-2 * queries * heads * top_k * (576 + 512) operations, of the heads that exist; the floor is those at 790 TFLOP/s, a large
-bfloat16 product's rate on an H200.
+calls. "launches" is what a call takes of 21 that are launched one after the other. "chain" is the median of seven chains of
+calls inside one program, each of which needs the one before, divided by their length: it has XLA's loop in it, a write to the
+queries and some 20 us. The rate is of the first and counts 2 * queries * heads * top_k * (576 + 512) operations, of the heads
+that exist; the floor is those at 790 TFLOP/s, a large bfloat16 product's rate on an H200.
 """
 
 import argparse
@@ -174,15 +174,31 @@ def kernel_seconds(call: Any, arguments: tuple[Any, Any, Any], times: int) -> fl
     return sum(statistics.median(each) * (len(each) / times) for each in found.values())
 
 
+def launched_seconds(call: Any, arguments: tuple[Any, Any, Any]) -> float:
+    """Median of nine times 21 calls launched one after the other, less one call, divided by 20."""
+
+    def run(times: int) -> float:
+        began, out = time.perf_counter(), None
+        for _ in range(times):
+            out = call(*arguments)
+        jax.block_until_ready(out)
+        return time.perf_counter() - began
+
+    run(21)
+    return statistics.median((run(21) - run(1)) / 20 for _ in range(9))
+
+
 def measure(prepared: Prepared) -> dict[str, Any]:
     """One line of the table."""
     case, call = prepared.case, prepared.run.result()
     arguments = prepared.draw.result()(jnp.int32(time.time_ns() % 2**31))
     found = error(prepared.sampled.result()(*arguments, *call(*arguments)))
     taken = kernel_seconds(call, arguments, 4 * case.calls)
+    launched = launched_seconds(call, arguments)
     chain = seconds(prepared.chained.result(), arguments, case.calls)
     operations = 2 * case.batch * case.queries * case.heads * case.top_k * (WIDTH + VALUE)
-    line = {"ms": taken * 1e3, "tflops": operations / taken / 1e12, "chain_ms": chain * 1e3}
+    line = {"ms": taken * 1e3, "tflops": operations / taken / 1e12, "launches_ms": launched * 1e3}
+    line["chain_ms"] = chain * 1e3
     line["floor_ms"] = operations / FLOPS * 1e3
     return {**asdict(case), **line, **found, "tuning": str(prepared.tuning)}
 
@@ -190,7 +206,8 @@ def measure(prepared: Prepared) -> dict[str, Any]:
 def show(line: dict[str, Any]) -> None:
     """Prints a line of the table."""
     print(
-        f"{line['name']:30s} {line['ms']:9.4f} ms {line['tflops']:5.0f} TFLOP/s chain {line['chain_ms']:.4f} ms "
+        f"{line['name']:30s} {line['ms']:9.4f} ms {line['tflops']:5.0f} TFLOP/s "
+        f"launches {line['launches_ms']:.4f} ms chain {line['chain_ms']:.4f} ms "
         f"floor {line['floor_ms']:.4f} ms error {line['error']:.1e} lse {line['lse_error']:.1e}",
         flush=True,
     )
@@ -203,7 +220,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="cases whose names hold one of these")
     options = parser.parse_args()
     began, lines = time.monotonic(), []
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}; a call's kernels, their rate; a call in a chain")
+    print(
+        f"{jax.devices()[0].device_kind}, jax {jax.__version__}; a call's kernels, their rate; a call launched, in a chain"
+    )
     cases = [case for case in CASES if not options.only or any(part in case.name for part in options.only)]
     with ThreadPoolExecutor(8) as compiler:
         for prepared in [prepare(case, compiler) for case in cases]:

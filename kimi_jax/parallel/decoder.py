@@ -98,6 +98,7 @@ class MeshDecoder(Decoder):
         index_cache: IndexCache | None = None,
     ) -> Cache:
         """An empty cache, spread over the mesh; `capacity` is rounded up to a multiple of the devices that split it."""
+        capacity += -capacity % self._size(self._shards(batch, split=False).sequence)
         return self._allocation(batch, capacity, jnp.dtype(dtype), kv_cache, index_cache)()
 
     def _allocation(

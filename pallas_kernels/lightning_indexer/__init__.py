@@ -79,8 +79,8 @@ def lightning_indexer(
             `TwoStage`, `two_stage_recall`). None: all keys.
         budget_bytes: bound on working memory; queries run in blocks that respect it.
         implementation: "tpu", "gpu" (NVIDIA Hopper), "xla", "reference", or None for the best one. "gpu" takes no notice
-            of the budget: it needs about 64 MiB, and padded copies of q and k where T or S isn't a multiple of 8. "tpu"
-            needs none of it: scores stay on the chip. Both read pages where they lie.
+            of the budget: up to 1048576 keys a row it needs at most 61 MiB, and padded copies of q and k where T or S isn't a
+            multiple of 8. "tpu" needs none of it: scores stay on the chip. Both read pages where they lie.
 
     Returns:
         int32 positions in the sequence, ascending, padded with -1 at the end where a query sees fewer than `top_k` keys.
@@ -100,10 +100,8 @@ def lightning_indexer(
     key_segment_ids = segment_ids if key_segment_ids is None else key_segment_ids
     check_at_least(operation, 1, top_k=top_k, budget_bytes=budget_bytes)
     q_positions = q_positions.astype(jnp.int32)
-    if isinstance(keys, PagedKeys):
-        if two_stage is not None:
-            raise ValueError(f"{operation}: two_stage with a page_table; its first stage takes keys [B, S, K] only.")
-        q_positions = jnp.minimum(q_positions, last_held(keys))
+    if isinstance(keys, PagedKeys) and two_stage is not None:
+        raise ValueError(f"{operation}: two_stage with a page_table; its first stage takes keys [B, S, K] only.")
     two_stage = _useful(two_stage, keys, top_k)
 
     def tpu_obstacle() -> str | None:
@@ -113,11 +111,13 @@ def lightning_indexer(
     def gpu_obstacle() -> str | None:
         obstacle = gpu.obstacle(q, keys, w, top_k, segment_ids is not None)
         if two_stage is not None:
-            obstacle = obstacle or gpu.unfit_stages(q, two_stage)
+            obstacle = obstacle or gpu.unfit_stages(two_stage)
         return obstacle or (gpu.unproved(q, keys, top_k, two_stage) if implementation is None else None)
 
     notes: dict[Implementation, Callable[[], str | None]] = {"gpu": lambda: gpu.single_stage(q, keys, two_stage)}
     chosen = _choose(operation, implementation, gpu_obstacle, two_stage, tpu_obstacle, notes)
+    if isinstance(keys, PagedKeys):
+        q_positions = jnp.minimum(q_positions, last_held(keys))
     if chosen == "gpu":
         return gpu.lightning_indexer(q, keys, w, top_k=top_k, q_positions=q_positions, two_stage=two_stage)
     if chosen == "tpu" and two_stage is not None:

@@ -77,7 +77,7 @@ def unfit(q: Queries, k: Keys, w: Float[Array, "B T H"], top_k: int, segmented: 
     return None
 
 
-def unfit_stages(q: Queries, two_stage: TwoStage) -> str | None:
+def unfit_stages(two_stage: TwoStage) -> str | None:
     """Why no Hopper GPU could leave keys out in this way, or None."""
     if two_stage.coarse != "linear" or two_stage.block_size != 1:
         return (

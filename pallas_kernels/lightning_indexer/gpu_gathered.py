@@ -61,8 +61,7 @@ class Copies:
             sources, targets = refs[: len(refs) // 2], refs[len(refs) // 2 :]
             each = [self.num_keys * (WIDTH // 4 if len(sources) == 2 else WIDTH // 2), self.num_scales]
             rows = [
-                warp.offset(place(source), warp.mul(row.registers.item(), size))
-                for source, size in zip(sources, each, strict=False)
+                warp.row(place(source), row.registers.item(), size) for source, size in zip(sources, each, strict=False)
             ]
             copy_listed(warp, rows, [place(target) for target in targets], place(places), self.num_keys)
 

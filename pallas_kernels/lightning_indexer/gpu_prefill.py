@@ -4,9 +4,6 @@ A block of threads owns 8 queries at a time and walks over the keys they see. On
 128 keys into shared memory; two multiply, each 4 queries' 4 x 32 heads by a tile's keys. The heads are laid on the
 instruction's 64 rows so that a warp gets all 32 heads of one query, 16 from each of two products. Then a warp sums its
 query's heads, and keeps the best keys by itself: no other warp ever sees that query's scores.
-
-Where each 8 queries come with a list of keys, the first warpgroup gathers those, a row at a time, and a tile is the next
-128 of the list.
 """
 
 from collections.abc import Callable
@@ -442,7 +439,7 @@ class Emit:
             state = warp.offset(place(states), warp.mul(warp.number, STATE))
             mine = warp.offset(place(candidates), warp.mul(warp.number, 2 * self.room.size))
             query = warp.add(first.registers.item(), warp.number)
-            finish(warp, state, mine, warp.offset(place(out), warp.mul(query, self.room.top_k)), self.room)
+            finish(warp, state, mine, warp.row(place(out), query, self.room.top_k), self.room)
 
         inline(emit, (_REF, _REF, _REF, _SCALAR))(states, candidates, out, first)
 

@@ -203,6 +203,12 @@ class Warp:
         """The place `count` integers further on."""
         return mgpu.utils.getelementptr(place, [count], self.i32)
 
+    def row(self, place: Value, number: Value, size: int) -> Value:
+        """The place of a row of `size` integers; counted in 64 bits, since an array may have more than 2^31."""
+        i64 = ir.IntegerType.get_signless(64)
+        start = arith.muli(arith.extsi(i64, number), arith.constant(i64, ir.IntegerAttr.get(i64, size)))
+        return mgpu.utils.getelementptr(place, [start], self.i32)
+
     def element(self, register: Value, index: int) -> Value:
         """One number of a register that holds one or several."""
         if not isinstance(register.type, ir.VectorType):

@@ -99,7 +99,9 @@ def paged_keys(operation: str, q: Any, k: Any, page_table: jax.Array) -> PagedKe
             k.check(f"{operation}: k")
         else:
             check_floating(operation, k=k)
-    return PagedKeys(k, page_table.astype(jnp.int32), width)
+    # Numbers of more than 32 bits are no pages, and must not become some.
+    most = jnp.iinfo(jnp.int32).max
+    return PagedKeys(k, jnp.clip(page_table, -1, most).astype(jnp.int32), width)
 
 
 def last_held(keys: PagedKeys) -> Int[Array, "B 1"]:

@@ -55,6 +55,8 @@ def sparse_mla(
     p = softmax_c(scale * q . latent[indices[c]]); o = sum_c p_c * latent[indices[c], :latent_width]. The softmax is
     float32 or better; probabilities are rounded to the dtype of `q` before the value product, and FP8 latents, one row at
     a time, before both products. Gradients reach `q` and array latents; FP8 ones are constants.
+    The Hopper kernel's gradient adds those of latents up in float32, 4 · (L + R) bytes a row of the cache beside the budget,
+    in no fixed order: last bits differ between runs. Inside `jax.shard_map` it needs check_vma=False.
 
     Args:
         q: queries with the key projection absorbed: [latent part | rope slot].
@@ -243,8 +245,8 @@ def dsa_mla(
 
     Each query attends the `top_k` visible keys with the best index scores (see `lightning_indexer`), with
     key_h = [w_uk[h] c | slot] and value_h = w_uv[h] c for the latent [c | slot]. No rotation is applied to the slot.
-    Nothing of size T x S exists. When S <= top_k the result is `dense_mla`. Gradients reach q, latent, w_uk and w_uv;
-    the index arguments get zero.
+    Nothing of size T x S exists. When S <= top_k the result is `dense_mla`. Gradients reach q, latent, w_uk and w_uv,
+    as those of `sparse_mla` do; the index arguments get zero.
 
     Args:
         index_q: index queries, also in MXFP8.

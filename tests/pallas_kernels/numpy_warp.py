@@ -143,6 +143,9 @@ class NumpyWarp:
     def offset(self, place: Place, count: Any) -> Place:
         return place[0], place[1] + self._same(count)
 
+    def row(self, place: Place, number: Any, size: int) -> Place:
+        return place[0], place[1] + np.asarray(number, np.int64) * size
+
     def load(self, place: Place, index: Any) -> np.ndarray:
         assert (index >= 0).all()
         return place[0][place[1] + index]

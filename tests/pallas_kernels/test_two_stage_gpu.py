@@ -308,7 +308,7 @@ def test_it_lowers_for_a_gpu_that_is_not_here_and_takes_less_than_64_mib(
         return Mxfp8(jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn), scale)
 
     def run(q: Any, k: Any, w: Any, positions: Any) -> jax.Array:
-        assert gpu.unfit_stages(q, TwoStage()) is None
+        assert gpu.unfit_stages(TwoStage()) is None
         assert gpu.single_stage(q, k, TwoStage()) is None
         return gpu.lightning_indexer(q, k, w, top_k=2048, q_positions=positions, two_stage=TwoStage())
 
@@ -331,7 +331,7 @@ def test_it_lowers_for_a_gpu_that_is_not_here_and_takes_less_than_64_mib(
 
 def test_what_it_cannot_do_is_said() -> None:
     q = jnp.zeros((1, 24, 32, 128), BF16)
-    assert "blocks of 8 by their 'mean'" in str(gpu.unfit_stages(q, TwoStage(8, 0.5, "mean")))
+    assert "blocks of 8 by their 'mean'" in str(gpu.unfit_stages(TwoStage(8, 0.5, "mean")))
     long = jax.eval_shape(Mxfp8.quantize, jax.ShapeDtypeStruct((1, 2**21, 128), BF16))
     keys = jnp.zeros((1, 64, 128), BF16)
     assert gpu.single_stage(q[:, :5], long, None) is None
@@ -339,7 +339,13 @@ def test_what_it_cannot_do_is_said() -> None:
     cases = [(1, 24, short, False), (12, 5, long, False), (6, 9, long, False), (11, 5, long, True), (12, 4, long, True)]
     for batch, queries, k, said in [*cases, (64, 16, short, True)]:
         some = jnp.zeros((batch, queries, 32, 128), BF16)
-        assert gpu.unfit_stages(some, TwoStage()) is None
         assert ("all keys are scored" in str(gpu.single_stage(some, k, TwoStage()))) == said
     assert "rows of 2097152 keys haven't run on a card yet" in str(gpu.unproved(q, long, 16, TwoStage()))
-    assert gpu.unfit_stages(q, TwoStage()) is None
+    assert gpu.unfit_stages(TwoStage()) is None
+
+
+def test_rows_beyond_two_billion_integers_have_a_place() -> None:
+    """The last of 72 rows of a million MXFP8 keys begins after 71 * 2^25 integers."""
+    warp = NumpyWarp(0)
+    _, start = warp.row((np.zeros(0, np.int32), 0), warp.integer(71), 2**25)
+    np.testing.assert_array_equal(start, 71 * 2**25)

@@ -67,6 +67,23 @@ def test_each_query_is_looked_after_once(rows: int, tokens: int, places: int, pa
     assert np.all(np.asarray(found)[0, 0] == 0)
 
 
+def test_sizes_that_do_not_divide_are_said() -> None:
+    x, at = numbers(0, 1, 3, 64), jnp.zeros((1, 3), jnp.int32)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tensor",))
+    options: dict[str, Any] = {"axis": "tensor", "top_k": 4, "scale": SCALE}
+    run = jax.shard_map(
+        lambda x, at: dsa_shared(**x, q_positions=at, **options),
+        mesh=mesh,
+        in_specs=({name: P() for name in x}, P()),
+        out_specs=P(),
+        check_vma=False,
+    )
+    with pytest.raises(
+        ValueError, match="2 devices of axis 'tensor' divide neither B=1 rows, of S=64 keys, nor T=3 tokens"
+    ):
+        run(x, at)
+
+
 def test_only_long_selections_are_shared() -> None:
     """By what there is to read; and where neither rows nor tokens divide, everyone selects for all."""
 
@@ -84,7 +101,7 @@ def test_only_long_selections_are_shared() -> None:
 
 
 def test_decode_of_a_model_whose_devices_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits, greedy tokens and the positions that the caches report are those of devices that don't."""
+    """Logits and greedy tokens are those of devices that don't."""
     model = golden_data.model("kimi-k31-d128")
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, model.config.vocab_size, (2, 96)), jnp.int32)
     calls: list[int] = []
@@ -100,10 +117,10 @@ def test_decode_of_a_model_whose_devices_share(monkeypatch: pytest.MonkeyPatch) 
         after, _ = jax.jit(decoder.decode)(model.params, jnp.argmax(logits, axis=-1).astype(jnp.int32), cache)
         return np.asarray(logits), np.asarray(after)
 
-    expected = run()
-    assert not calls
-    monkeypatch.setattr(shards, "platform", lambda: "gpu")
     monkeypatch.setattr(shards, "dsa_shared", counted)
+    expected = run()
+    assert not calls  # short rows, and no GPU
+    monkeypatch.setattr(shards, "platform", lambda: "gpu")
     monkeypatch.setattr(shared_selection, "SHARED_FROM", 1)
     found = run()
     assert calls
