@@ -56,7 +56,8 @@ def sparse_mla(
     float32 or better; probabilities are rounded to the dtype of `q` before the value product, and FP8 latents, one row at
     a time, before both products. Gradients reach `q` and array latents; FP8 ones are constants.
     The Hopper kernel's gradient adds those of latents up in float32, 4 · (L + R) bytes a row of the cache beside the budget,
-    in no fixed order: last bits differ between runs. Inside `jax.shard_map` it needs check_vma=False.
+    in no fixed order: last bits differ between runs. Inside `jax.shard_map` it needs check_vma=False. With FP8 latents the
+    gradient of `q` is that of "xla".
 
     Args:
         q: queries with the key projection absorbed: [latent part | rope slot].

@@ -1,4 +1,7 @@
-"""The indexer's loss in plain JAX: blocks of queries under a byte budget, differentiable in the indexer."""
+"""The indexer's loss: blocks of queries under a byte budget, differentiable in the indexer.
+
+In plain JAX, but for the selection and the attention's shares of the selected keys, which may come from Hopper kernels.
+"""
 
 from functools import partial
 from typing import Any, Literal

@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 from kimi_jax.parallel import MeshDecoder, shards, shared_selection
 from kimi_jax.parallel.shared_selection import dsa_shared, shares_selection
 from kimi_jax.sharding import make_mesh
+from pallas_kernels.dispatch import UnsupportedImplementationError
+from pallas_kernels.lightning_indexer import lightning_indexer
 from pallas_kernels.mxfp8 import Mxfp8
 from pallas_kernels.sparse_mla import dsa_mla
 from tests import golden_data
@@ -82,6 +84,33 @@ def test_sizes_that_do_not_divide_are_said() -> None:
         ValueError, match="2 devices of axis 'tensor' divide neither B=1 rows, of S=64 keys, nor T=3 tokens"
     ):
         run(x, at)
+
+
+def test_a_kernel_that_is_named_is_the_attention_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `dsa_mla`, whose indexer takes what it can: models whose indexer has other sizes run all the same."""
+    asked: list[Any] = []
+
+    def select(*arrays: Any, implementation: Any, **options: Any) -> jax.Array:
+        asked.append(implementation)
+        return lightning_indexer(*arrays, implementation=implementation, **options)
+
+    monkeypatch.setattr(shared_selection, "lightning_indexer", select)
+    x, at = numbers(0, 2, 1, 64), jnp.full((2, 1), 63, jnp.int32)
+
+    def run(implementation: Any) -> jax.Array:
+        options: dict[str, Any] = {"axis": "tensor", "top_k": 4, "scale": SCALE, "implementation": implementation}
+        return jax.shard_map(
+            lambda x, at: dsa_shared(**x, q_positions=at, **options),
+            mesh=Mesh(np.array(jax.devices()[:2]), ("tensor",)),
+            in_specs=({name: P() for name in x}, P()),
+            out_specs=P(),
+            check_vma=False,
+        )(x, at)
+
+    run("xla")
+    with pytest.raises(UnsupportedImplementationError, match="sparse_mla"):
+        run("gpu")
+    assert asked == ["xla", None]
 
 
 def test_only_long_selections_are_shared() -> None:
